@@ -3,7 +3,6 @@
 import dataclasses
 import fcntl
 import itertools
-import json
 import multiprocessing
 import os
 import time
@@ -14,7 +13,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tiny_tokenizer import CHATML, golden, make_tokenizer, packs_of, skipped
+from tiny_tokenizer import CHATML, golden, make_tokenizer, packs_of, skipped, turns_of
+from tiny_tokenizer import write as write_rows
 from transformers import Qwen3Config
 
 from llm_demo.core.errors import UserError
@@ -32,8 +32,7 @@ TEXTS = ["a" * (i % 13) + f"{i:03d}" for i in range(200)]  # documents of 4 to 1
 
 
 def write(path, texts=TEXTS):
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return str(path)
+    return write_rows(path, *({"text": text} for text in texts))
 
 
 def load(path, tokenizer=None, seq_len=32, **options):
@@ -127,11 +126,8 @@ def test_overlong(tmp_path, overlong, pieces):
 
 
 def test_answers_of_a_conversation_are_its_last_turn(tmp_path):
-    turns = [{"role": role, "content": text} for role, text in zip("uaua", "1234", strict=True)]
-    turns = [{**t, "role": {"u": "user", "a": "assistant"}[t["role"]]} for t in turns]
-    path = tmp_path / "x.jsonl"
-    path.write_text(json.dumps({"messages": turns}) + "\n")
-    packs, tokenizer = load(str(path), seq_len=64), make_tokenizer()
+    path = write_rows(tmp_path / "x.jsonl", {"messages": turns_of(*"1234")})
+    packs, tokenizer = load(path, seq_len=64), make_tokenizer()
     ((prompt, answer),) = prompts_of(packs, 1, 10**9)
     assert tokenizer.decode(answer, skip_special_tokens=True).split() == ["4"]
     asked = tokenizer.decode(prompt, skip_special_tokens=True).split()
@@ -165,17 +161,15 @@ def test_rows_with_nothing_to_learn_are_dropped_and_counted(tmp_path):
     rows = [
         {"prompt": p, "completion": c} for p, c in [("hi", "yo"), ("hi", " "), ("h" * 40, "yo")]
     ]
-    path = tmp_path / "x.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    lines = []
-    packs = load(str(path), log=lines.append)
+    path, lines = write_rows(tmp_path / "x.jsonl", *rows), []
+    packs = load(path, log=lines.append)
     assert documents(packs) == [golden("<S>user\nhi<E>\n<S>assistant\n⟦yo<E>⟧\n")]
     empty = "the assistant turn is empty"
     assert skipped(packs) == {empty: 1, "nothing to learn within seq_len": 1}
     assert any(f"skipped 1 row: {empty} (first {path}:2)" in line for line in lines)
-    path.write_text(json.dumps(rows[1]) + "\n")
+    write_rows(tmp_path / "x.jsonl", rows[1])
     with pytest.raises(UserError, match=f"the only row was skipped: 1 x {empty}"):
-        load(str(path))
+        load(path)
 
 
 def test_best_fit_is_best_fit_decreasing():
@@ -345,13 +339,11 @@ def test_the_same_bytes_are_other_rows_in_another_kind_of_table(tmp_path):
 
 def test_a_cache_hit_names_the_present_file(tmp_path):
     """In the rows that are skipped and in the turns that are not learnt, too."""
-    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
-    row = {"messages": [{"role": role, "content": text} for role, text in turns]}
-    row["messages"][1]["weight"] = 0
-    rows = [{"messages": row["messages"][:1]}, row]
-    (tmp_path / "old.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    turns = turns_of(*"abcd")
+    turns[1]["weight"] = 0
+    old = write_rows(tmp_path / "old.jsonl", {"messages": turns[:1]}, {"messages": turns})
     said = [], []
-    built = load(str(tmp_path / "old.jsonl"), seq_len=256, log=said[0].append).stats
+    built = load(old, seq_len=256, log=said[0].append).stats
     (tmp_path / "old.jsonl").rename(tmp_path / "new.jsonl")
     hit = load(str(tmp_path / "new.jsonl"), seq_len=256, log=said[1].append).stats
     assert hit.cache_hit and built.skipped and built.turns
@@ -433,14 +425,12 @@ def test_another_process_hits_the_cache(tmp_path):
 
 
 def test_describe_example(tmp_path, monkeypatch):
-    path = tmp_path / "x.jsonl"
-    path.write_text(json.dumps({"prompt": "hi", "completion": "y\u00e9"}) + "\n")
-    packs = load(str(path))
+    packs = load(write_rows(tmp_path / "x.jsonl", {"prompt": "hi", "completion": "y\u00e9"}))
     text = "<S>user\nhi<E>\n<S>assistant\n⟦yé<E>⟧\n"
     assert describe_example(packs, make_tokenizer()) == text
 
-    path.write_text(json.dumps({"text": TEXTS[12] * 3}) + "\n")  # 15 letters, thrice, and the end
-    packs, text = load(str(path), seq_len=64), TEXTS[12] * 3
+    text = TEXTS[12] * 3  # 15 letters, thrice, and the end
+    packs = load(write(tmp_path / "x.jsonl", [text]), seq_len=64)
     monkeypatch.setattr("llm_demo.data.packs.SHOWN", 5)
     first, last = describe_example(packs, make_tokenizer()).split("\n[... 36 tokens ...]\n")
     assert first == f"{text[0]}⟦{text[1:5]}⟧" and last == f"⟦{text[-4:]}<E>⟧"
@@ -461,14 +451,8 @@ def test_gsm8k_fills_98_percent(tmp_path):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(SHARED / "models/qwen3-tokenizer")
-    packs = packs_of(
-        str(SHARED / "data/gsm8k/train.jsonl"),
-        tokenizer,
-        seq_len=1024,
-        input_key="question",
-        target_key="answer",
-        cache_dir=str(tmp_path),
-    )
+    keys = {"input_key": "question", "target_key": "answer", "cache_dir": str(tmp_path)}
+    packs = packs_of(str(SHARED / "data/gsm8k/train.jsonl"), tokenizer, seq_len=1024, **keys)
     assert len(packs.row_docs) == 7473 and skipped(packs) == {}
     assert packs.token_counts.sum() / (len(packs) * packs.seq_len) >= 0.98
     assert Counter(packs.row_docs.tolist()) == Counter(range(7473))

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 from conftest import ALONE, TINY, logged
-from test_rows import load, write
+from test_rows import load
+from tiny_tokenizer import write
 from transformers import MistralConfig, Qwen2Config
 
 from llm_demo.core.errors import UserError
@@ -21,46 +22,34 @@ from llm_demo.job.source import load_config
 # ------------------------------------------------------------------ the cache
 
 
-def ruin(folder, how):
-    tokens, meta = folder / "tokens.int32", folder / "meta.json"
-    if how == "zeroed":
-        tokens.write_bytes(bytes(tokens.stat().st_size))
-    elif how == "one bit":
-        data = bytearray((folder / "learnt.bool").read_bytes())
-        data[3] ^= 1
-        (folder / "learnt.bool").write_bytes(data)
-    elif how == "truncated":
-        tokens.write_bytes(tokens.read_bytes()[:-4])
-    elif how == "lost":
-        (folder / "documents.npy").unlink()
-    elif how == "no sums":
-        (folder / "crc32.json").unlink()
-    elif how == "other sums":
-        (folder / "crc32.json").write_text("[]")
-    elif how == "no meta":
-        meta.unlink()
-    elif how == "half a meta":
-        meta.write_text(meta.read_text()[:50])
-    elif how == "garbage":
-        meta.write_bytes(b"\xff\x00\x93")
-    elif how == "another meta":
-        meta.write_text("[]")
-    elif how == "changed meta":
-        meta.write_text(meta.read_text().replace('"pad_id": 260', '"pad_id": 5'))
+def change(name, function):
+    """A function that changes the bytes of this file in a folder."""
+    return lambda folder: (folder / name).write_bytes(function((folder / name).read_bytes()))
 
 
-HOW = ("zeroed", "one bit", "truncated", "lost", "no meta", "half a meta", "garbage")
-HOW += ("no sums", "other sums")
+RUIN = {
+    "zeroed": change("tokens.int32", lambda data: bytes(len(data))),
+    "one bit": change("learnt.bool", lambda data: data[:3] + bytes([data[3] ^ 1]) + data[4:]),
+    "truncated": change("tokens.int32", lambda data: data[:-4]),
+    "lost": lambda folder: (folder / "documents.npy").unlink(),
+    "no sums": lambda folder: (folder / "crc32.json").unlink(),
+    "other sums": change("crc32.json", lambda _: b"[]"),
+    "no meta": lambda folder: (folder / "meta.json").unlink(),
+    "half a meta": change("meta.json", lambda data: data[:50]),
+    "garbage": change("meta.json", lambda _: b"\xff\x00\x93"),
+    "another meta": change("meta.json", lambda _: b"[]"),
+    "changed meta": change("meta.json", lambda d: d.replace(b'"pad_id": 260', b'"pad_id": 5')),
+}
 
 
-@pytest.mark.parametrize("how", [*HOW, "another meta", "changed meta"])
+@pytest.mark.parametrize("how", RUIN)
 def test_a_damaged_pack_is_built_again(tmp_path, how):
     rows = [{"text": f"text {i}"} for i in range(20)]
     path, said = write(tmp_path / "x.jsonl", *rows), []
     whole = load(path, seq_len=64)
     (folder,) = (tmp_path / "cache").iterdir()
     before = [whole.row(i)[0].copy() for i in range(len(whole))]
-    ruin(folder, how)
+    RUIN[how](folder)
     again = load(path, said=said, seq_len=64)
     assert not again.stats.cache_hit
     assert all((again.row(i)[0] == ids).all() for i, ids in enumerate(before))
@@ -74,7 +63,7 @@ def test_who_has_mapped_a_pack_keeps_it(tmp_path):
     path = write(tmp_path / "x.jsonl", *[{"text": f"text {i}"} for i in range(20)])
     reader = load(path, seq_len=64)
     (folder,) = (tmp_path / "cache").iterdir()
-    ruin(folder, "half a meta")
+    RUIN["half a meta"](folder)
     load(path, seq_len=64)
     assert reader.row(0)[0][:4].tolist() == list(b"text")
 

@@ -4,18 +4,17 @@ import json
 
 import pytest
 from test_labels import AS_JSON, AS_TEXT, QWEN3
-from tiny_tokenizer import golden, make_tokenizer, packs_of, skipped
+from tiny_tokenizer import first, golden, make_tokenizer, packs_of, skipped, turns_of, write
 
 from llm_demo.core.errors import UserError
 from llm_demo.data import build
 from llm_demo.data.records import FORMATS
 from llm_demo.data.sources import find_files, read_rows
 
+YO = "<S>user\nhi<E>\n<S>assistant\n⟦yo<E>⟧\n"
 PART = {"type": "text", "text": "hi"}
 SAME_ROW = {
-    "messages": {
-        "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
-    },
+    "messages": {"messages": turns_of("hi", "yo")},
     "conversations": {
         "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]
     },
@@ -25,21 +24,9 @@ SAME_ROW = {
 }
 
 
-def write(path, *rows):
-    path.write_text(
-        "".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows)
-    )
-    return str(path)
-
-
 def load(path, tokenizer=None, seq_len=64, **options):
     options = {"cache_dir": path + ".cache", "log": lambda line: None} | options
     return packs_of(path, tokenizer or make_tokenizer(), seq_len=seq_len, **options)
-
-
-def first_document(packs, row=0):
-    ids, labels, lengths = packs.row(row)
-    return ids[: lengths[0]].tolist(), labels[: lengths[0]].tolist()
 
 
 @pytest.mark.parametrize("name", SAME_ROW)
@@ -47,15 +34,15 @@ def first_document(packs, row=0):
 def test_every_format_is_the_same_conversation(tmp_path, name, data_format):
     path = write(tmp_path / "x.jsonl", SAME_ROW[name])
     packs = load(path, data_format=name if data_format == "explicit" else "auto")
-    assert first_document(packs) == golden("<S>user\nhi<E>\n<S>assistant\n⟦yo<E>⟧\n")
+    assert first(packs) == golden(YO)
     assert packs.stats.files[0].format == name
 
 
 def test_text_is_learnt_whole_and_ends_with_eos(tmp_path):
     path = write(tmp_path / "x.jsonl", {"text": "abc"}, {"text": "ab<E>"})
     packs = load(path, pack=False)
-    assert first_document(packs, 0) == golden("a⟦bc<E>⟧")
-    assert first_document(packs, 1) == golden("a⟦b<E>⟧")
+    assert first(packs, 0) == golden("a⟦bc<E>⟧")
+    assert first(packs, 1) == golden("a⟦b<E>⟧")
 
 
 def test_tokens_are_taken_as_they_are(tmp_path):
@@ -66,8 +53,8 @@ def test_tokens_are_taken_as_they_are(tmp_path):
         {"input_ids": [5, 6], "labels": [-100, -100]},
     )
     packs = load(path, pack=False)
-    assert first_document(packs, 0) == ([5, 6, 7], [6, 7, -100])
-    assert first_document(packs, 1) == ([5, 6, 7, 8], [-100, 7, 8, -100])
+    assert first(packs, 0) == ([5, 6, 7], [6, 7, -100])
+    assert first(packs, 1) == ([5, 6, 7, 8], [-100, 7, 8, -100])
     assert skipped(packs) == {"nothing to learn": 1}
     for row, message in (
         ({"input_ids": "abc"}, "'input_ids' must be a list of integers"),
@@ -107,7 +94,7 @@ MASKED = {
 def test_keys_of_tokenised_rows(tmp_path, case):
     keys, ids, shifted = MASKED[case]
     path, said = write(tmp_path / "x.jsonl", {"input_ids": IDS, **keys}), []
-    assert first_document(load(path, log=said.append)) == (ids, shifted)
+    assert first(load(path, log=said.append)) == (ids, shifted)
     assert not any("unused" in line for line in said)
 
 
@@ -160,12 +147,10 @@ QUESTIONS = [
 @pytest.mark.parametrize("keys", [*QUESTIONS, ("prompt", "response")])
 def test_pairs_of_columns_that_are_detected(tmp_path, keys):
     row = dict(zip(keys, ("hi", "yo"), strict=True))
-    expected = golden("<S>user\nhi<E>\n<S>assistant\n⟦yo<E>⟧\n")
-    assert first_document(load(write(tmp_path / "x.jsonl", row | {"id": 7}))) == expected
+    assert first(load(write(tmp_path / "x.jsonl", row | {"id": 7}))) == golden(YO)
     if keys in QUESTIONS:  # as Dolly has it
         packs = load(write(tmp_path / "y.jsonl", row | {"context": "c", "input": ""}))
-        expected = golden("<S>user\nhi\n\nc<E>\n<S>assistant\n⟦yo<E>⟧\n")
-        assert first_document(packs) == expected
+        assert first(packs) == golden(YO.replace("hi", "hi\n\nc"))
         assert packs.stats.files[0].noted["also used"] == {"context": 1}
 
 
@@ -176,7 +161,7 @@ ROLES = [("User", "Assistant"), ("human", "model"), ("USER", "chatgpt"), (" user
 def test_roles_by_other_names(tmp_path, roles):
     turns = [{"role": roles[0], "content": "hi"}, {"from": roles[1], "value": "yo"}]
     packs = load(write(tmp_path / "x.jsonl", {"conversations": turns}))
-    assert first_document(packs) == golden("<S>user\nhi<E>\n<S>assistant\n⟦yo<E>⟧\n")
+    assert first(packs) == golden(YO)
 
 
 def test_a_null_or_empty_key_of_a_turn_is_no_key(tmp_path):
@@ -187,13 +172,11 @@ def test_a_null_or_empty_key_of_a_turn_is_no_key(tmp_path):
         "{% if add_generation_prompt %}{{ '<S>assistant\n' }}{% endif %}"
     )
     empty = {"tool_calls": [], "function_call": None, "refusal": None}
-    turns = messages(("user", "hi"), ("assistant", "yo"))["messages"]
+    turns = turns_of("hi", "yo")
     row = {"messages": [turn | empty | {"tool_calls": None} for turn in turns]}
     again = {"messages": [turn | empty for turn in turns]}
     packs = load(write(tmp_path / "x.jsonl", row, again), make_tokenizer(template), pack=False)
-    for number in range(2):
-        expected = golden("<S>user\nhi<E>\n<S>assistant\n⟦yo<E>⟧\n")
-        assert first_document(packs, number) == expected
+    assert [first(packs, number) for number in range(2)] == [golden(YO)] * 2
     path = write(tmp_path / "y.jsonl", {"messages": [turns[0] | {"name": "Eve"}, turns[1]]})
     with pytest.raises(UserError, match="refuses the conversation: this template has no name"):
         load(path, make_tokenizer(template))
@@ -213,34 +196,32 @@ WAYS_TO_CALL = {
 @pytest.mark.parametrize("way", WAYS_TO_CALL)
 @pytest.mark.parametrize("template", [AS_JSON, AS_TEXT])
 def test_one_call_in_any_encoding(tmp_path, way, template):
-    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": ""}]
+    turns = turns_of("hi", "")
     turns[1] |= WAYS_TO_CALL[way]
     turns += [{"role": "ipython" if way == "text" else "function", "content": "7"}]
     path = write(tmp_path / "x.jsonl", {"messages": [*turns, turns[1] | {"weight": 0}]})
     learnt = '⟦[f] {"x": 1}<E>⟧\n<S>tool\n7<E>\n<S>assistant\n[f] {"x": 1}<E>\n'
     packs = load(path, make_tokenizer(template), seq_len=128)
-    assert first_document(packs) == golden(f"<S>user\nhi<E>\n<S>assistant\n{learnt}")
+    assert first(packs) == golden(f"<S>user\nhi<E>\n<S>assistant\n{learnt}")
 
 
 def test_reasoning_by_other_names(tmp_path):
     expected = golden("<S>user\nhi<E>\n<S>assistant\n⟦<think>\nr\n</think>\n\nyo<E>⟧\n")
     for key in ("reasoning_content", "reasoning", "thinking"):
-        turns = messages(("user", "hi"), ("assistant", "yo"))["messages"]
+        turns = turns_of("hi", "yo")
         turns[1][key] = "r"
         path, said = write(tmp_path / f"{key}.jsonl", {"messages": turns}), []
         packs = load(path, make_tokenizer(QWEN3), log=said.append)
-        assert first_document(packs) == expected
+        assert first(packs) == expected
         assert not any("unused" in line for line in said)
 
 
 def test_golden_numbers(tmp_path):
     # The one golden array in plain numbers, to hold the others' notation to account.
-    row = {"messages": [{"role": "user", "content": "A"}, {"role": "assistant", "content": "BC"}]}
-    ids, labels, lengths = load(write(tmp_path / "x.jsonl", row), seq_len=28).row(0)
-    user, assistant = (
-        [258, 117, 115, 101, 114, 10],
-        [258, 97, 115, 115, 105, 115, 116, 97, 110, 116],
-    )
+    path = write(tmp_path / "x.jsonl", {"messages": turns_of("A", "BC")})
+    ids, labels, lengths = load(path, seq_len=28).row(0)
+    user = [258, 117, 115, 101, 114, 10]
+    assistant = [258, 97, 115, 115, 105, 115, 116, 97, 110, 116]
     assert ids.tolist() == [*user, 65, 259, 10, *assistant, 10, 66, 67, 259, 10, *[260] * 4]
     assert labels.tolist() == [*[-100] * 19, 66, 67, 259, *[-100] * 6]
     assert lengths == [24, 4]
@@ -249,40 +230,30 @@ def test_golden_numbers(tmp_path):
 def test_own_names_by_keys(tmp_path):
     path = write(tmp_path / "x.jsonl", {"question": "hi", "answer": "yo", "text": "no"})
     packs = load(path, input_key="question", target_key="answer")
-    assert first_document(packs) == golden("<S>user\nhi<E>\n<S>assistant\n⟦yo<E>⟧\n")
+    assert first(packs) == golden(YO)
 
 
 def test_variants_of_a_turn(tmp_path):
-    turns = [
-        {
-            "role": "developer",
-            "content": [{"type": "text", "text": "be "}, PART | {"text": "brief"}],
-        },
-        {"role": "human", "content": "hi"},
-        {"from": "gpt", "value": "yo"},
-    ]
-    expected = golden("<S>system\nbe brief<E>\n<S>user\nhi<E>\n<S>assistant\n⟦yo<E>⟧\n")
-    assert (
-        first_document(load(write(tmp_path / "a.jsonl", {"messages": turns}), seq_len=96))
-        == expected
-    )
+    parts = [PART | {"text": text} for text in ("be ", "brief")]
+    turns = [{"role": "developer", "content": parts}, {"role": "human", "content": "hi"}]
+    turns.append({"from": "gpt", "value": "yo"})
     sharegpt = {"system": "be brief", **SAME_ROW["conversations"]}
-    assert first_document(load(write(tmp_path / "b.jsonl", sharegpt), seq_len=96)) == expected
+    expected = golden(f"<S>system\nbe brief<E>\n{YO}")
+    for row in ({"messages": turns}, sharegpt):
+        assert first(load(write(tmp_path / "x.jsonl", row), seq_len=96)) == expected
 
 
 def test_alpaca_input_follows_the_instruction(tmp_path):
     row = {"instruction": "add", "input": "1 2", "output": "3"}
     packs = load(write(tmp_path / "x.jsonl", row))
-    assert first_document(packs) == golden("<S>user\nadd\n\n1 2<E>\n<S>assistant\n⟦3<E>⟧\n")
+    assert first(packs) == golden("<S>user\nadd\n\n1 2<E>\n<S>assistant\n⟦3<E>⟧\n")
 
 
 def test_prompt_as_messages_is_context_only(tmp_path):
-    turns = [("user", "a"), ("assistant", "b"), ("user", "c")]
-    prompt = [{"role": role, "content": content} for role, content in turns]
-    row = {"prompt": prompt, "completion": [{"role": "assistant", "content": "d"}]}
+    row = {"prompt": turns_of("a", "b", "c"), "completion": [{"role": "assistant", "content": "d"}]}
     packs = load(write(tmp_path / "x.jsonl", row), seq_len=128)
     text = "<S>user\na<E>\n<S>assistant\nb<E>\n<S>user\nc<E>\n<S>assistant\n⟦d<E>⟧\n"
-    assert first_document(packs) == golden(text)
+    assert first(packs) == golden(text)
 
 
 def test_reading_tolerates_bom_blank_lines_and_crlf(tmp_path):
@@ -294,10 +265,8 @@ def test_reading_tolerates_bom_blank_lines_and_crlf(tmp_path):
 
 
 def test_files_by_list_and_glob(tmp_path):
-    a, b = (
-        write(tmp_path / "a.jsonl", {"text": "aaa"}),
-        write(tmp_path / "b.jsonl", SAME_ROW["prompt"]),
-    )
+    a = write(tmp_path / "a.jsonl", {"text": "aaa"})
+    b = write(tmp_path / "b.jsonl", SAME_ROW["prompt"])
     held_out = write(tmp_path / "a.heldout.jsonl", {"text": "ccc"})
     assert find_files(f"{b}, {a}") == [b, a]
     assert find_files(f"{tmp_path}/*.jsonl") == [a, b]  # what is evaluated on is not trained on

@@ -2,6 +2,7 @@
 
 Also rows of a data file with any tokenizer."""
 
+import json
 import os
 import re
 from unittest import mock
@@ -68,6 +69,25 @@ def packs_of(path, tokenizer, *, pack=True, limit=4096, cache_dir=None, log=prin
     cache = {"LLM_DEMO_CACHE": cache_dir} if cache_dir else {}
     with mock.patch.dict(os.environ, cache):
         return load_packs(path, tokenizer, flags, limit, log)
+
+
+def write(path, *rows):
+    """Rows, or lines as they are, in a file; -> its name."""
+    lines = (row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows)
+    path.write_text("".join(lines))
+    return str(path)
+
+
+def turns_of(*contents):
+    """Messages of a user and an assistant in turn."""
+    roles = ["user", "assistant"] * len(contents)
+    return [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]
+
+
+def first(packs, row=0):
+    """(ids, labels) of a row's first document."""
+    ids, labels, lengths = packs.row(row)
+    return ids[: lengths[0]].tolist(), labels[: lengths[0]].tolist()
 
 
 def skipped(packs) -> dict[str, int]:
