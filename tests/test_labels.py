@@ -505,31 +505,35 @@ def test_tools_reach_the_template():
     assert got == golden("f\n<S>user\nhi<E>\n<S>tool\nt<E>\n<S>assistant\n⟦yo<E>⟧\n")
 
 
-def test_llama_bos_is_there_once():
-    tokenizer = make_tokenizer(LLAMA, bos="<B>")
-    expected = golden("<B><S>user\n\nhi<E><S>assistant\n\n⟦yo<E>⟧")
-    assert one(chat("hi", "  yo\n"), tokenizer) == expected  # trimmed by the template: fine
-    assert one(Record(None, text="abc"), tokenizer) == golden("<B>⟦abc<E>⟧")
-    assert one(Record(None, text="<B>abc"), tokenizer) == golden("<B>⟦abc<E>⟧")
+PLAIN, WITH_BOS = {"template": None}, {"template": None, "bos": "<B>"}
+BOS_OF_TEMPLATE = {"template": LLAMA, "bos": "<B>"}
+TOKENIZERS = [
+    # how a tokenizer is made, a conversation or text, what it becomes
+    (BOS_OF_TEMPLATE, chat("hi", "  yo\n"),  # trimmed by the template: fine
+     "<B><S>user\n\nhi<E><S>assistant\n\n⟦yo<E>⟧"),
+    (BOS_OF_TEMPLATE, Record(None, text="abc"), "<B>⟦abc<E>⟧"),
+    (BOS_OF_TEMPLATE, Record(None, text="<B>abc"), "<B>⟦abc<E>⟧"),
+    (PLAIN, chat("hi", "yo"), "hi\n⟦yo<E>⟧"),
+    (PLAIN, chat("system:s", "hi", "yo", "b", "c"), "s\nhi\n⟦yo<E>⟧\nb\n⟦c<E>⟧"),
+    (PLAIN, chat("hi\n", "yo"), "hi\n\n⟦yo<E>⟧"),
+    (WITH_BOS, chat("hi", "yo"), "<B>hi\n⟦yo<E>⟧"),
+    (WITH_BOS, chat("", "yo"), "<B>⟦yo<E>⟧"),
+    ({"pad": "<E>"}, chat("hi", "yo"), PAIR + "⟦yo<E>⟧\n"),  # eos is learnt all the same
+    # Llama 3's byte-level post-processor takes a token's leading space out of its offsets
+    ({"post_processor": processors.ByteLevel(trim_offsets=True)}, chat("hi", " yo"),
+     PAIR + "⟦ yo<E>⟧\n"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("how, record, expected", TOKENIZERS)
+def test_other_tokenizers(how, record, expected):
+    assert one(record, make_tokenizer(**how)) == golden(expected)
 
 
 def test_without_a_template():
-    plain = make_tokenizer(None)
-    assert one(chat("hi", "yo"), plain) == golden("hi\n⟦yo<E>⟧")
-    record = chat("system:s", "hi", "yo", "b", "c")
-    assert one(record, plain) == golden("s\nhi\n⟦yo<E>⟧\nb\n⟦c<E>⟧")
-    with_bos = make_tokenizer(None, bos="<B>")
-    assert one(chat("hi", "yo"), with_bos) == golden("<B>hi\n⟦yo<E>⟧")
-    assert one(chat("", "yo"), with_bos) == golden("<B>⟦yo<E>⟧")
-    assert one(chat("hi", "yo"), with_bos, train_on_prompt=True) == golden("<B>⟦hi\nyo<E>⟧")
-    assert one(chat("hi\n", "yo"), plain) == golden("hi\n\n⟦yo<E>⟧")
-    assert one(chat("hi", "\nyo"), plain) == reasons.STRADDLED
-
-
-def test_pad_equal_to_eos_is_still_learnt():
-    tokenizer = make_tokenizer(pad="<E>")
-    assert tokenizer.pad_token_id == tokenizer.eos_token_id
-    assert one(chat("hi", "yo"), tokenizer) == golden(PAIR + "⟦yo<E>⟧\n")
+    whole = one(chat("hi", "yo"), make_tokenizer(**WITH_BOS), train_on_prompt=True)
+    assert whole == golden("<B>⟦hi\nyo<E>⟧")
+    assert one(chat("hi", "\nyo"), make_tokenizer(None)) == reasons.STRADDLED
 
 
 @pytest.mark.parametrize("template", [CHATML, QWEN3, LLAMA, TAGGED])
@@ -538,12 +542,6 @@ def test_ids_are_those_of_apply_chat_template(template):
     record = chat("system:sé\n\n", "a\n\nb ", "c\U0001f680", "d", "e")
     ids, _ = one(record, tokenizer)
     assert ids == tokenizer.apply_chat_template(record.messages, tokenize=True)["input_ids"]
-
-
-def test_offsets_survive_a_trimming_post_processor():
-    # Llama 3's byte-level post-processor takes a token's leading space out of its offsets.
-    tokenizer = make_tokenizer(post_processor=processors.ByteLevel(trim_offsets=True))
-    assert one(chat("hi", " yo"), tokenizer) == golden(PAIR + "⟦ yo<E>⟧\n")
 
 
 def test_truncation_saved_with_the_tokenizer_is_ignored():
