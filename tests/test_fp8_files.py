@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import TINY, refused
 from safetensors.torch import load_file, save_file
+from test_model import build
 from transformers import (
     AutoModelForCausalLM,
     CompressedTensorsConfig,
@@ -18,7 +19,6 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from llm_demo.core.decoder import materialise, skeleton
 from llm_demo.job.model_folder import describe_model, load_model, open_model, try_describe
 from llm_demo.job.source import find_model, load_config, load_tokenizer
 from llm_demo.job.weights_files import open_weights
@@ -40,12 +40,9 @@ MODELS = {
 PARTIAL = {
     "qwen3": {"intermediate_size": 320},
     "deepseek": {
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "head_dim": 64,
-        "moe_intermediate_size": 320,
+        "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "moe_intermediate_size": 320,
     },
-}
+}  # fmt: skip
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
           "weight_block_size": [128, 128]}  # fmt: skip
 FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -129,12 +126,7 @@ def in_two_files(folder):
 
 def assert_built(folder, true):
     """The model that is built block by block has these values, to the bit."""
-    config, weights = open_model(folder, 64)
-    lm, cpu = skeleton(config, "math", weights), torch.device("cpu")
-    for part in ["model.embed_tokens", "model.norm", "lm_head"]:
-        materialise(lm, part, weights, 0, cpu)
-    for i in range(config.num_hidden_layers):
-        materialise(lm, f"model.layers.{i}", weights, 0, cpu)
+    lm = build(*open_model(folder, 64))
     mine = dict(itertools.chain(lm.named_parameters(), lm.named_buffers()))
     for name, value in true.items():
         assert torch.equal(mine[name].to(value.dtype), value), name

@@ -14,10 +14,10 @@ from conftest import ROOT, refused
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_checkpoint import WORLD
-from test_export import FACTS
+from test_export import run_of
+from test_model import build
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     DeepseekV3Config,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
@@ -37,7 +37,7 @@ from llm_demo.job.costs import (
     parameters_of,
     unit_sizes,
 )
-from llm_demo.job.model_folder import describe_model, find_source
+from llm_demo.job.model_folder import find_source
 from llm_demo.job.source import load_config
 from llm_demo.job.text import short
 from llm_demo.job.weights_files import open_weights
@@ -204,12 +204,7 @@ def test_weights_read_are_hugging_faces(name, how, tmp_path):
     weights = open_weights(tmp_path)
     assert any(re.search(r"experts\.0\.up_proj", n) for n in weights.files) == (how != "fused")
     assert len(set(weights.files.values())) > 3 or how != "in shards"
-    lm = skeleton(load_config(tmp_path, 64), "math", weights)
-    blocks = [f"model.layers.{i}" for i in range(4)]
-    for part in ["model.embed_tokens", "model.norm", "model.rotary_emb", *blocks]:
-        materialise(lm, part, weights, 0, torch.device("cpu"))
-    if not lm.config.tie_word_embeddings:
-        materialise(lm, "lm_head", weights, 0, torch.device("cpu"))
+    lm = build(load_config(tmp_path, 64), weights)
     mine = dict(itertools.chain(lm.named_parameters(), lm.named_buffers()))
     for key in true.keys() - {"lm_head.weight"}:
         assert torch.equal(mine[key], true[key]) and mine[key].hf_name == key, key
@@ -281,6 +276,15 @@ def test_bad_files_are_named_by_their_own_tensor(tmp_path):
             changed(tmp_path, change)
 
 
+def find(model, said):
+    """Find a model as a run does, with the bundled tokenizer."""
+    args = SimpleNamespace(
+        model_name_or_path=str(model), chat_template=None, seed=0, save=False,
+        tokenizer_name_or_path=str(ROOT / "models/qwen3-tiny"),
+    )  # fmt: skip
+    find_source(args, WORLD, 64, said.append)
+
+
 def test_layers_of_multi_token_prediction_are_ignored(tmp_path, alone):
     """As DeepSeek-V3's files hold one, after the model's last block; any other layer too many is
     refused."""
@@ -291,13 +295,9 @@ def test_layers_of_multi_token_prediction_are_ignored(tmp_path, alone):
         changed(tmp_path, lambda t: t.update(extra))
     changed(tmp_path, lambda t: t.update({"model.layers.4.eh_proj.weight": torch.ones(3)}))
     assert open_weights(tmp_path).ignored == ["model.layers.4."]
-    args = SimpleNamespace(
-        model_name_or_path=str(tmp_path), chat_template=None, seed=0, save=False,
-        tokenizer_name_or_path=str(ROOT / "models/qwen3-tiny"),
-    )  # fmt: skip
     said = []
     with pytest.raises(UserError, match="the tokenizer has"):  # only of what it says before
-        find_source(args, WORLD, 64, said.append)
+        find(tmp_path, said)
     assert said[1].startswith("weights: not used: model.layers.4.* (") and "multi-" in said[1]
 
 
@@ -308,12 +308,8 @@ def test_the_log_names_both_sizes(alone):
         ("qwen3-moe-tiny", "4 blocks, 2.96M parameters, 1.63M active, no weights"),
         ("qwen3-tiny", "6 blocks, no weights"),
     ):
-        args = SimpleNamespace(
-            model_name_or_path=str(ROOT / "models" / name), chat_template=None, seed=0, save=False,
-            tokenizer_name_or_path=str(ROOT / "models/qwen3-tiny"),
-        )  # fmt: skip
         said = []
-        find_source(args, WORLD, 64, said.append)
+        find(ROOT / "models" / name, said)
         assert size in said[0]
     assert [short(n) for n in (3_456, 354_848, 2_960_000)] == ["3,456", "354,848", "2.96M"]
 
@@ -394,17 +390,8 @@ def trained(name, folder, without=()):
     """A model, and a run's checkpoint that holds its parameters and buffers."""
     model, biases = random_model(name)
     state = {n: p.detach() for n, p in model.named_parameters()} | biases
-    state |= {f"{n}.exp_avg": torch.ones_like(p) for n, p in model.named_parameters()}
     state = {n: t for n, t in state.items() if n not in without}
-    (folder / "checkpoints").mkdir(parents=True)
-    checkpoint_files.write(folder / "checkpoints/.part", state, FACTS, WORLD)
-    checkpoint_files.publish(folder / "checkpoints/.part", folder / "checkpoints/step_00000007")
-    model.config.save_pretrained(folder / "source")
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "models/qwen3-tiny")
-    describe_model(folder / "source", tokenizer, folder / "model")
-    settings = {"model_name_or_path": "a/base", "train_json": "x.jsonl", "parallelism": "FSDP2"}
-    (folder / "config.json").write_text(json.dumps(settings))
-    return model, folder / "checkpoints/step_00000007"
+    return model, run_of(folder, model, state) / "checkpoints/step_00000007"
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
