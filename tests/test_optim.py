@@ -55,12 +55,6 @@ def test_compiled_where_it_pays_and_said_so():
     assert len(lines) == 1 and lines[0].startswith("adamw: compiled")
 
 
-def test_only_matrices_decay():
-    optimizer = make_adamw(small_model().parameters(), 1e-3, 0.1)
-    decay = {p.ndim: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
-    assert decay == {2: 0.1, 1: 0.0}
-
-
 @pytest.fixture(params=[False, True], ids=["fused", "compiled"])
 def compiled(request, monkeypatch):
     """Whether AdamW is compiled; on a CPU, where that takes 20 s of C++, what would be compiled."""

@@ -293,12 +293,6 @@ def test_files_that_are_not_read(name, tmp_path):
         find_files(f"{tmp_path}/*")
 
 
-def test_one_object_over_several_lines(tmp_path):
-    (tmp_path / "x.json").write_text('{\n  "text": "a"\n}\n')
-    with pytest.raises(UserError, match="must be one array of objects, or one object in each line"):
-        list(read_rows(str(tmp_path / "x.json")))
-
-
 def zstd(data: bytes) -> bytes:
     return pa.Codec("zstd").compress(data, asbytes=True)
 
@@ -335,6 +329,7 @@ def test_arrays_and_compressed_files(tmp_path):
         "x.json": (b"[{}, 1]", "x.json, row 2: a row must be a JSON object, not 1"),
         "y.json": (b'[{"prompt": 1},\n {"b": }]', "y.json:2: broken JSON: .* at column 8"),
         "z.json": (b'[{"a": 1},\n {"a": 2, "a": 3}]', "z.json: broken JSON: .*'a' twice: 2 and 3"),
+        "o.json": (b'{\n  "text": "a"\n}\n', "one array of objects, or one object in each line"),
         "x.jsonl": (b"[1]", "must be named .json"),
         "x.jsonl.gz": (files["d.jsonl.gz"][:-9], "x.jsonl.gz: damaged or truncated .gz file"),
         "y.jsonl.gz": (b"no gzip", "y.jsonl.gz: damaged or truncated .gz file"),
