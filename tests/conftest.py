@@ -167,6 +167,38 @@ def script_of(kind):
     return importlib.import_module(SCRIPTS[kind].removesuffix(".py").replace("/", "."))
 
 
+def flags_of(words):
+    """{name: the last value} of flags such as --name value and --name=value."""
+    found = {}
+    for word in words:
+        if word.startswith("--"):
+            name, _, value = word[2:].partition("=")
+        else:
+            value = word
+        found[name] = value
+    return found
+
+
+def printed_flags(output):
+    """The same of the command that a launcher prints before it runs it."""
+    (line,) = (line for line in output.splitlines() if line.startswith("+ "))
+    return flags_of(shlex.split(line)[5:])
+
+
+def run_alone(monkeypatch, script, *flags):
+    """A training script's main() in this process, the only one of its run."""
+    import torch.distributed as dist
+
+    monkeypatch.setattr(sys, "argv", [script.__file__, *map(str, flags)])
+    for name, value in ALONE.items():  # set here, so that they are gone afterwards
+        monkeypatch.setenv(name, str(value))
+    try:
+        script.main()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
 def logged(run, key="train/loss"):
     """The records of a run's metrics.jsonl that have this key."""
     lines = (Path(run) / "metrics.jsonl").read_text().splitlines()
@@ -254,11 +286,11 @@ def smaller_tokenizer(folder):
     return folder
 
 
-def smaller_model(folder):
-    """The same with a configuration of fewer and smaller blocks."""
+def smaller_model(folder, **changes):
+    """The same with a configuration of fewer and smaller blocks, or with other changes."""
     config = json.loads((smaller_tokenizer(folder) / "config.json").read_text())
     config |= {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config | changes))
     return folder
 
 
@@ -308,6 +340,14 @@ def cache(tmp_path_factory):
 
     torch.set_num_threads(1)  # small models: more threads wait for one another
     os.environ["LLM_DEMO_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """The exit codes with which programs of this process would have ended."""
+    codes = []
+    monkeypatch.setattr("llm_demo.job.dist.os._exit", codes.append)
+    return codes
 
 
 @pytest.fixture(scope="module")

@@ -403,10 +403,7 @@ def test_output_that_goes_nowhere_is_no_traceback(what, where):
     assert ("warning: No space" in done.stderr) == (where == "a full disk")
 
 
-def test_ctrl_c_in_a_program_is_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(dist.os, "_exit", lambda code: ended.append(code))
-    ended = []
-
+def test_ctrl_c_in_a_program_is_one_line(ended, capsys):
     def main():
         raise KeyboardInterrupt
 

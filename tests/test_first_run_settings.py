@@ -2,27 +2,15 @@
 
 import os
 import runpy
-import shlex
 import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, no_ranks
+from conftest import ROOT, flags_of, no_ranks, printed_flags
 
 SHELLS = ["fsdp/launch_fsdp.sh", "pp/launch_pp.sh"]
 SETTINGS = ("TRAIN_JSON", "MODEL", "SEQ_LEN", "MAX_STEPS", "NUM_EPOCHS", "LR", "LOG_EVERY")
 FIRST_RUN = {"seq_len", "max_steps", "lr", "log_every"}
-
-
-def flags_of(words):
-    found = {}
-    for word in words:
-        if word.startswith("--"):
-            name, _, value = word[2:].partition("=")
-            found[name] = value
-        else:
-            found[name] = word
-    return found
 
 
 @pytest.fixture
@@ -37,8 +25,7 @@ def started(shell, *flags, **environ):
         ["bash", str(ROOT / shell), *flags], env={**env, **environ},
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("+ "))
-    return flags_of(shlex.split(line)[5:])
+    return printed_flags(done.stdout)
 
 
 def from_script(monkeypatch, *flags):
@@ -89,4 +76,10 @@ def test_what_is_asked_for_beats_the_bundled_settings(shell, from_shell, monkeyp
     for flags, environ in ((["--num_epochs", "2"], {}), ([], {"NUM_EPOCHS": "2"})):
         found = from_shell(shell, *flags, **environ)
         assert "max_steps" not in found and found["num_epochs"] == "2" and "seq_len" in found
+    for flags, environ in (
+        (["--num_epochs", "2", "--max_steps", "9"], {}),
+        ([], {"NUM_EPOCHS": "2", "MAX_STEPS": "9"}),
+    ):
+        found = from_shell(shell, *flags, **environ)
+        assert (found["max_steps"], found["num_epochs"]) == ("9", "2")
     assert "max_steps" not in from_script(monkeypatch, "--num_epochs", "2")

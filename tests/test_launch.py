@@ -3,7 +3,6 @@
 import json
 import os
 import runpy
-import shlex
 import shutil
 import signal
 import socket
@@ -13,7 +12,7 @@ import time
 
 import psutil
 import pytest
-from conftest import ALONE, ROOT, SCRIPTS, free_port, no_ranks, python, run, slow
+from conftest import ALONE, ROOT, SCRIPTS, flags_of, free_port, python, run, slow
 
 from llm_demo.core.errors import UserError
 from llm_demo.launch.__main__ import PER_CORE, Node, this_node
@@ -71,17 +70,6 @@ def shown(output):
     return sorted(lines, key=lambda line: line["RANK"] or "")
 
 
-def flags(argv):
-    """--name value ... -> {name: the last value}"""
-    return {argv[i][2:]: argv[i + 1] for i in range(0, len(argv), 2)}
-
-
-def printed_flags(output):
-    """The flags in the command that a launcher prints before it runs it."""
-    (line,) = (line for line in output.splitlines() if line.startswith("+ "))
-    return flags(shlex.split(line)[5:])
-
-
 @pytest.fixture
 def script(tmp_path):
     def write(text):
@@ -132,7 +120,7 @@ def test_a_flag_beats_the_environment_which_beats_the_defaults(repo, tmp_path, k
     ranks = shown(output)
     assert [rank["RANK"] for rank in ranks] == ["0", "1"]
     assert {rank["cwd"] for rank in ranks} == {str(elsewhere)}  # my.jsonl is the user's
-    assert flags(ranks[0]["argv"]) == {
+    assert flags_of(ranks[0]["argv"]) == {
         "model_name_or_path": str(repo / "models/qwen3-tiny"),
         "train_json": "my.jsonl",
         "eval_json": "held.jsonl",
@@ -145,33 +133,6 @@ def test_a_flag_beats_the_environment_which_beats_the_defaults(repo, tmp_path, k
     assert ranks[0]["argv"] == ranks[1]["argv"]
     command = next(line for line in output.splitlines() if line.startswith("+ "))
     assert f"{SCRIPTS[kind]}' --" in command and command.endswith("--train_json my.jsonl")
-
-
-@pytest.mark.parametrize(
-    "args, environ, steps, epochs",
-    [
-        (["--num_epochs", "3"], {}, None, "3"),
-        ([], {"NUM_EPOCHS": "2"}, None, "2"),
-        ([], {"NUM_EPOCHS": "2", "MAX_STEPS": "9"}, "9", "2"),
-        (["--num_epochs", "3", "--max_steps", "7"], {}, "7", "3"),
-    ],
-)
-def test_asking_for_epochs_drops_the_default_steps(repo, args, environ, steps, epochs):
-    given = printed_flags(run_shell(repo, "fsdp", *args, PYTHON=no_ranks(repo), **environ))
-    assert (given.get("max_steps"), given["num_epochs"]) == (steps, epochs)
-
-
-def test_the_pipeline_has_settings_of_its_own(repo):
-    output = run_shell(repo, "pp", PYTHON=no_ranks(repo), STAGES="1", PARTITION="2,2")
-    given = printed_flags(output)
-    assert (given["stages"], given["partition"]) == ("1", "2,2")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_help_starts_no_processes(repo, kind):
-    output = run_shell(repo, kind, "--lr", "1", "--help")
-    assert shown(output) == []  # neither ranks nor the script
-    assert "  --lr " in output and "here: 1.0]" in output
 
 
 @pytest.mark.parametrize("program", ["no torch", "/bin/true", "/bin/echo", "absent", "."])
@@ -193,7 +154,7 @@ def test_a_program_that_is_no_python_with_torch_is_named(program, repo, tmp_path
 
 
 def test_the_debugger_entry_takes_the_launchers_defaults(repo, monkeypatch, capsys):
-    launcher = flags(shown(run_shell(repo, "fsdp"))[0]["argv"])
+    launcher = flags_of(shown(run_shell(repo, "fsdp"))[0]["argv"])
     monkeypatch.setattr(sys, "argv", ["launch_script.py", "--seed", "7"])
     for name in ALONE:
         monkeypatch.setenv(name, "stale")
@@ -201,7 +162,7 @@ def test_the_debugger_entry_takes_the_launchers_defaults(repo, monkeypatch, caps
     runpy.run_path(str(repo / "fsdp/launch_script.py"), run_name="__main__")
     (line,) = shown(capsys.readouterr().out)
     assert (line["RANK"], line["WORLD_SIZE"], line["LOCAL_RANK"]) == ("0", "1", "0")
-    single = flags(line["argv"])
+    single = flags_of(line["argv"])
     assert single.pop("seed") == "7"
     # The same rows in a step: 1 process x 4 micro-batches instead of 2 x 2.
     assert int(single.pop("grad_accum_steps")) == 2 * int(launcher.pop("grad_accum_steps"))

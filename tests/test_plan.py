@@ -3,12 +3,11 @@
 import json
 import re
 import shutil
-import sys
+from functools import partial
 
 import numpy as np
 import pytest
-import torch.distributed as dist
-from conftest import ALONE, TINY, logged
+from conftest import TINY, logged, run_alone, script_of
 from test_rows import load
 from tiny_tokenizer import write
 from transformers import MistralConfig, Qwen2Config
@@ -75,21 +74,8 @@ def test_who_has_mapped_a_pack_keeps_it(tmp_path):
 def alone(tmp_path, monkeypatch):
     """Run a script's main() in this process, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-    for name, value in ALONE.items():
-        monkeypatch.setenv(name, str(value))
-
-    def run(*flags):
-        import fsdp.train_fsdp as script
-
-        flags = ["--no_fsdp", "--no_compile", "--sample_tokens", "0", *flags]
-        monkeypatch.setattr(sys, "argv", [script.__file__, *map(str, flags)])
-        try:
-            script.main()
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-
-    return run
+    flags = "--no_fsdp --no_compile --sample_tokens 0".split()
+    return partial(run_alone, monkeypatch, script_of("fsdp"), *flags)
 
 
 SIZES = dict(
