@@ -196,14 +196,6 @@ def test_results_of_answers():
     assert evaluate.result("no number", args) is None
 
 
-def test_a_pattern_without_a_group_is_refused(monkeypatch):
-    """It would find the same in every answer."""
-    flags = ["--models", "m", "--data", "d", "--answer_regex", "Answer"]
-    monkeypatch.setattr("sys.argv", ["evaluate", *flags])
-    with pytest.raises(UserError, match="--answer_regex Answer: put what to compare in a group"):
-        evaluate.main()
-
-
 def test_a_model_without_weights_is_one_line(folder):
     with pytest.raises(UserError, match="has no weights"):
         evaluated(TINY, arguments(folder))
@@ -233,6 +225,8 @@ def test_bad_data_is_one_line_before_a_model_is_loaded(folder, tmp_path, monkeyp
         ("--learn_turns last --train_on_prompt", "contradict each other"),
         (f"--out {__file__}", "--out .*test_evaluate.py is a file: name a folder"),
         ("--date tomorrow", "--date: tomorrow: must be a date, as 2026-01-31"),
+        # it would find the same in every answer
+        ("--answer_regex Answer", "--answer_regex Answer: put what to compare in a group"),
         ("--out /proc/new", "--out /proc/new: can't write to /proc: No such file"),
     ],
 )
