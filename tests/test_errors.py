@@ -16,7 +16,6 @@ import time
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import (
     ALONE,
     LAUNCHERS,
@@ -28,6 +27,7 @@ from conftest import (
     python,
     refused,
     run,
+    run_alone,
     script_of,
     slow,
 )
@@ -449,15 +449,8 @@ def test_bad_input_of_one_process(kind, flags, message, folder, monkeypatch, rec
     defaults += ["--stages", "1"] * (kind in ("pp", "fsdp_pp"))
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(sys, "argv", [script.__file__, *defaults, *shlex.split(flags)])
-    for name, value in ALONE.items():  # set here, so that they are gone afterwards
-        monkeypatch.setenv(name, str(value))
-    try:
-        with refused(message):
-            script.main()
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    with refused(message):
+        run_alone(monkeypatch, script, *defaults, *shlex.split(flags))
     nothing_is_lost(folder)
 
 
@@ -542,10 +535,8 @@ def test_an_environment_without_a_group_is_one_line(environ, message, monkeypatc
         start()
 
 
-def test_a_port_in_use_is_one_line(monkeypatch, capsys, record_property):
+def test_a_port_in_use_is_one_line(ended, monkeypatch, capsys, record_property):
     record_property("bad inputs", 1)
-    ended = []
-    monkeypatch.setattr("llm_demo.job.dist.os._exit", ended.append)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with socket.create_server(("127.0.0.1", 0)) as busy:
         place = ALONE | {"WORLD_SIZE": 2, "MASTER_PORT": busy.getsockname()[1]}
@@ -585,10 +576,8 @@ def test_only_what_a_message_names_or_quotes_is_blamed(monkeypatch):
     assert fault_of_environment(ImportError("No module named 'x'")) is None
 
 
-def test_a_full_disk_is_one_line(monkeypatch, capsys):
+def test_a_full_disk_is_one_line(ended, capsys):
     """Wherever it is found; /dev/full is such a disk."""
-    ended = []
-    monkeypatch.setattr("llm_demo.job.dist.os._exit", ended.append)
 
     def main():
         with open("/dev/full", "w") as file:
@@ -600,9 +589,8 @@ def test_a_full_disk_is_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == expected
 
 
-def test_a_path_without_permission_is_one_line(tmp_path, monkeypatch, capsys):
-    ended, denied = [], tmp_path / "denied"
-    monkeypatch.setattr("llm_demo.job.dist.os._exit", ended.append)
+def test_a_path_without_permission_is_one_line(ended, tmp_path, capsys):
+    denied = tmp_path / "denied"
     denied.mkdir(mode=0)
 
     def main():
