@@ -2,13 +2,11 @@
 masters that are flat tensors, one or two for each unit."""
 
 import json
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
-from conftest import ALONE, ROOT, TINY, args_with, logged
+from conftest import ROOT, TINY, args_with, logged, run_alone
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -39,8 +37,6 @@ def train(tmp_path, monkeypatch):
     # a tied weight has two gradients, which autograd adds in fp32 for this FSDP2, else in bf16
     config["tie_word_embeddings"] = not autograd_accumulates()
     (tmp_path / "config.json").write_text(json.dumps(config))
-    for name, value in ALONE.items():
-        monkeypatch.setenv(name, str(value))
     made = []
     allocate = build.allocate
     monkeypatch.setattr(
@@ -56,11 +52,7 @@ def train(tmp_path, monkeypatch):
             "--sample_tokens", 0, "--lr", 1e-3, "--warmup_steps", 2, "--output_dir", out,
             "--micro_batch_size", 1, "--save_every", 2, "--keep_last", 0, *flags,
         ]  # fmt: skip
-        monkeypatch.setattr(sys, "argv", [script.__file__, *map(str, argv)])
-        try:
-            script.main()
-        finally:
-            dist.destroy_process_group()
+        run_alone(monkeypatch, script, *argv)
         return {x["step"]: [x[k] for k in KEPT] for x in logged(out)}, made[-1]
 
     return train

@@ -13,6 +13,7 @@ import test_parity as parity
 import torch
 from conftest import ROOT, logged, slow, torchrun, train_cases
 from test_parity import assert_equal, plain_loop, train
+from test_rotary import LONGROPE
 from tiny_tokenizer import packs_of
 from transformers import AutoModelForCausalLM, Phi3Config, Qwen3Config
 
@@ -28,12 +29,8 @@ from llm_demo.job.args import parse_args
 from llm_demo.job.choices import Compute
 from llm_demo.job.costs import Heads, share_of_heads
 
-LONGROPE = {  # whose frequencies change after 24 tokens of a document
-    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 24,
-    "short_factor": [1.0 + 0.1 * i for i in range(8)],
-    "long_factor": [2.0 + 0.7 * i for i in range(8)],
-}  # fmt: skip
 MODELS = {**parity.MODELS, "qwen": moe.MODELS["qwen"], "deepseek": moe.MODELS["deepseek"]}
+# whose frequencies change after 24 tokens of a document
 MODELS["longrope"] = Qwen3Config(rope_parameters=LONGROPE, **parity.SIZES)
 MATH, BUCKETED, SDPA = (["--attn_impl", name] for name in ("math", "bucketed", "sdpa"))
 RECOMPUTED, RESHARD = ["--use_activation_checkpointing"], ["--reshard_after_forward"]
@@ -233,17 +230,6 @@ def test_an_estimate_counts_the_tokens_of_a_slice():
         assert found[-1]["activations"] == pytest.approx((kept + again) / 2**30)
         assert found[-1]["weights"] == found[0]["weights"]
     assert 0.5 < found[1]["activations"] / found[0]["activations"] < 0.8
-
-
-def test_positions_of_a_slice():
-    index = torch.tensor([0, 3, 4, 9, 15, 16, 23, 31])  # two rows of 16
-    found = []
-    for at in range(4):
-        here, own = Part(at, 4).of_positions(index, 16)
-        rows = torch.arange(32).view(2, 16)
-        assert torch.equal(Part(at, 4).of_rows(rows).flatten()[own], index[here])
-        found += index[here].tolist()
-    assert sorted(found) == index.tolist()
 
 
 def test_longrope_goes_by_the_length_of_the_whole_document():
