@@ -425,10 +425,6 @@ def test_a_digest_is_of_values_not_of_files(work, tmp_path):
     assert own == same != other
 
 
-def test_targets_are_in_the_models_order():
-    assert lora_of(parity.MODELS["tied"], "down_proj, q_proj").targets == ("q_proj", "down_proj")
-
-
 NO_DATA = ["--train_json", "absent.jsonl"]  # for what is refused before data is read
 RESUMED = {
     "without": ([], ["--lora_rank", "0"], "holds adapters: resume with fsdp/train_fsdp.py and"),
