@@ -142,15 +142,22 @@ class BlockInputs:
         return self.made
 
 
-class Embedding(nn.Module):
-    """input_ids [B, S] -> hidden [B, S, d]."""
+class Layer(nn.Module):
+    """The embedding, input_ids [B, S] -> hidden [B, S, d], or the last norm."""
 
-    def __init__(self, make):
+    def __init__(self, make, name: str):
         super().__init__()
-        self.embed_tokens = make("model.embed_tokens")
+        self.layer = make(name)
 
-    def forward(self, ids):
-        return self.embed_tokens(ids)
+    def forward(self, x):
+        return self.layer(x)
+
+
+class Head(Layer):
+    """hidden -> (hidden, the head's weight): the loss forms logits in chunks, never all at once."""
+
+    def forward(self, hidden):
+        return hidden, self.layer.weight
 
 
 class UnitLayer(nn.Module):
@@ -167,30 +174,6 @@ class UnitLayer(nn.Module):
     def forward(self, hidden):
         inputs = self.inputs.advance(hidden) if self.leads else self.inputs.made
         return self.blocks(hidden, *inputs)
-
-
-class Norm(nn.Module):
-    def __init__(self, make):
-        super().__init__()
-        self.norm = make("model.norm")
-
-    def forward(self, hidden):
-        return self.norm(hidden)
-
-
-class Head(nn.Module):
-    """hidden -> (hidden, the head's weight): the loss forms logits in chunks, never all at once."""
-
-    def __init__(self, make):
-        super().__init__()
-        self.lm_head = make("lm_head")
-
-    def forward(self, hidden):
-        return hidden, self.lm_head.weight
-
-
-def tied_head(embedding: Embedding, hidden: torch.Tensor):
-    return hidden, embedding.embed_tokens.weight
 
 
 def layer_specs(
@@ -210,13 +193,12 @@ def layer_specs(
             at += size
         bounds.append(1 + len(layers))
     bounds[-1] += 2
-    layers.append(LayerSpec(Norm, make))
+    embedding = Layer, make, "model.embed_tokens"
+    layers.append(LayerSpec(Layer, make, "model.norm"))
     if not config.tie_word_embeddings:
-        return [LayerSpec(Embedding, make), *layers, LayerSpec(Head, make)], bounds
-    tied = functools.partial(
-        TiedLayerSpec, "embedding", Embedding, make, tied_weight_attr="embed_tokens.weight"
-    )
-    return [tied(), *layers, tied(forward_fn=tied_head)], bounds
+        return [LayerSpec(*embedding), *layers, LayerSpec(Head, make, "lm_head")], bounds
+    tied = functools.partial(TiedLayerSpec, "tied", *embedding, tied_weight_attr="layer.weight")
+    return [tied(), *layers, tied(forward_fn=Head.forward)], bounds
 
 
 def loss_fn(outputs, labels, compiled: bool = False):

@@ -54,10 +54,17 @@ def _put(param, value: torch.Tensor, key: str = "") -> None:
 
 
 @torch.no_grad()
-def set_masters(engine, weights) -> None:
-    """Set the fp32 masters to the file's values: DeepSpeed copies the bf16 or fp16 weights."""
-    for param in engine.module.parameters():
-        _put(param, weights.read(param.hf_name).to(engine.device))
+def begin(engine, job) -> None:
+    """Fill what is trained: from the checkpoint of a run.Job that is open, or with the file's
+    values, since DeepSpeed makes masters of the bf16 or fp16 weights."""
+    saver, weights = job.saver, job.plan.source.weights
+    if saver.path:
+        load_state(engine, saver.load, saver.facts)
+        return
+    if weights and job.plan.compute.dtype != torch.float32:
+        for param in engine.module.parameters():
+            _put(param, weights.read(param.hf_name).to(engine.device))
+    make_moments(engine)
 
 
 def make_moments(engine, steps: int = 0) -> None:

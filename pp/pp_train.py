@@ -111,12 +111,7 @@ class Pipeline:
         optimizer = make_adamw(module.parameters(), plan.horizon.lr, args.weight_decay, compiled)
         settings = ds_engine.engine_config(switches, args, compute.dtype)
         self.engine = ds_engine.make_engine(module, optimizer, settings, compute.compile)
-        if weights and compute.dtype != torch.float32:
-            ds_state.set_masters(self.engine, weights)
-        if saver.path:
-            ds_state.load_state(self.engine, saver.load, saver.facts)
-        else:
-            ds_state.make_moments(self.engine)
+        ds_state.begin(self.engine, job)
         self.replica = self.engine.grid.get_data_parallel_id()
 
     def step(self, rows, n_labels: int, lr: float):

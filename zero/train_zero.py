@@ -60,7 +60,7 @@ class Zero:
         from pp import ds_patches, ds_state
         from zero import ds_engine
 
-        args, world, plan, saver = job.args, job.world, job.plan, job.saver
+        args, world, plan = job.args, job.world, job.plan
         config, weights, compute = plan.source.config, plan.source.weights, plan.compute
         self.job, self.args, self.world, self.ds_state = job, args, world, ds_state
 
@@ -84,12 +84,7 @@ class Zero:
         processes = counted(world.size, "process", "processes")
         parallelism = job.log.settings["parallelism"]
         job.log.say(f"{parallelism} over {processes}: {n_params:,} parameters")
-        if saver.path:
-            ds_state.load_state(self.engine, saver.load, saver.facts)
-        else:
-            if weights and compute.dtype != torch.float32:
-                ds_state.set_masters(self.engine, weights)
-            ds_state.make_moments(self.engine)
+        ds_state.begin(self.engine, job)
 
     def step(self, rows, n_labels: int, lr: float):
         args, engine, data = self.args, self.engine, self.job.plan.data
