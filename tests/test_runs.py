@@ -568,7 +568,7 @@ def test_only_bad_steps_in_a_row_count(steps, tmp_path):
     watch = records.Records.__new__(records.Records)
     vars(watch).update(
         args=SimpleNamespace(max_skipped_steps=3, log_every=9), max_steps=len(steps), world=WORLD,
-        log=SimpleNamespace(folder=tmp_path), bad_steps=0, unchecked=[], copied=None,
+        log=SimpleNamespace(folder=tmp_path), bad_steps=0, unchecked=[], copied=[],
         gather=SimpleNamespace(floats=lambda mine: [[0.0] * len(mine), mine]),
     )  # fmt: skip
     (tmp_path / "checkpoints/step_00000002").mkdir(parents=True)
