@@ -30,7 +30,7 @@ from fsdp_pp.flags import FsdpPipeArgs
 from llm_demo.core.errors import UserError
 from llm_demo.job import device
 from llm_demo.job.args import ExpertArgs, SpreadArgs, less_memory, parse_args
-from llm_demo.job.dist import verdict
+from llm_demo.job.dist import run as run_main
 from pp.flags import PipeArgs
 from zero.flags import ZeroArgs
 
@@ -342,14 +342,20 @@ def test_tables_are_updated_in_the_page_that_has_them(tmp_path, monkeypatch, cap
     assert [page.read_text() for page in pages[1:]] == [expected] * 2
 
 
-def test_out_of_memory_names_what_to_lower():
-    parse = functools.partial(parse_args, "", argv="--micro_batch_size 4 --dtype fp32".split())
+def test_out_of_memory_names_what_to_lower(ended, capsys):
+    flags = ["--micro_batch_size", "4", "--dtype", "fp32"]
+    parse = functools.partial(parse_args, "", argv=flags)
     said = less_memory(parse())
     assert said.startswith("1. --micro_batch_size (now 4)") and "--dtype (now fp32)" in said
-    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
-    code, line, _ = verdict(error, parse, less_memory)
-    assert code == 1 and "out of GPU memory" in line and "--micro_batch_size (now 4)" in line
-    assert "\n" not in line and bench.failure(1, f"error: {line}\n")["status"] == "out of memory"
+
+    def main():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
+
+    run_main(main, parse, less_memory)
+    error = capsys.readouterr().err
+    assert ended == [1] and "out of GPU memory" in error and "--micro_batch_size (now 4)" in error
+    assert error.count("\n") == 1
+    assert bench.failure(1, error)["status"] == "out of memory"
 
 
 def test_a_failed_row_keeps_what_was_said_before_a_stack():
