@@ -232,6 +232,17 @@ def test_an_estimate_counts_the_tokens_of_a_slice():
     assert 0.5 < found[1]["activations"] / found[0]["activations"] < 0.8
 
 
+def test_positions_of_a_slice():
+    index = torch.tensor([0, 3, 4, 9, 15, 16, 23, 31])  # two rows of 16
+    found = []
+    for at in range(4):
+        here, own = Part(at, 4).of_positions(index, 16)
+        rows = torch.arange(32).view(2, 16)
+        assert torch.equal(Part(at, 4).of_rows(rows).flatten()[own], index[here])
+        found += index[here].tolist()
+    assert sorted(found) == index.tolist()
+
+
 def test_longrope_goes_by_the_length_of_the_whole_document():
     config = Phi3Config(
         hidden_size=32, num_attention_heads=2, max_position_embeddings=64,
