@@ -11,6 +11,7 @@ DEFAULTS = {
 ONE_OF = "--one_of"  # no flag either: one rank of many, alone on a GPU, see bench/one_rank.py
 DUALPIPEV, RESHARD, COPIES = "--schedule dualpipev", "--reshard_after_forward", "--replicas all"
 NO_ENGINES = "--no_copy_engines"
+NO_RESHARD = "--no_reshard"  # torchtitan's, see bench/peers/torchtitan.py
 ON_HOST = f"{RESHARD} --optimizer_on_host --device_memory_gb"
 # The first version of this project: half of the parameters a stage, plain attention.
 SEED_LIKE = "--partition parameters --attn_impl math --no_compile"
@@ -99,18 +100,23 @@ _WHOLE_MIXTURE = {"model": "models/qwen3-30b-a3b", "micro": 1, "seq_len": 4096, 
 
 
 def _cards():
-    """8B on two cards of 80 GB, beside torchtitan; then about 100k tokens a step in every way."""
+    """8B on two cards of 80 GB, beside torchtitan; then about 100k tokens a step in every way,
+    and with FSDP in 30 GiB."""
     beside = [
         {"engine": engine, "micro": 4, "model": LARGE, "ckpt": ckpt, "steps": 12,
          "flags": RESHARD if engine == "fsdp" else ""}
         for ckpt in (False, True) for engine in ("fsdp", "torchtitan")
     ]  # fmt: skip
+    beside += [{**beside[2], "flags": ""}, {**beside[3], "flags": NO_RESHARD}]
     small = [{**beside[0], "micro": micro} for micro in (1, 2)]
     ways = [
         {"engine": engine, "micro": micro, "ga": ga * times, "ckpt": ckpt, "model": LARGE,
          "steps": 4, "flags": flags}
         for micro, ga, ckpt in ((1, 50, False), (1, 50, True), (8, 6, True), (16, 3, True))
-        for engine, times, flags in (("fsdp", 1, RESHARD), ("fsdp_pp", 2, "--schedule interleaved"))
+        for engine, times, flags in (
+            ("fsdp", 1, RESHARD), ("fsdp_pp", 2, "--schedule interleaved"),
+            ("fsdp", 1, f"{ON_HOST} 30"),
+        )
     ]  # fmt: skip
     held = {"micro": 2, "ga": 16, "ckpt": True, "model": LARGE, "steps": 5}
     on_host = [{**held, "flags": flags} for flags in (RESHARD, f"{ON_HOST} 30")]

@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from torch.utils.data import IterableDataset
 
-from bench.presets import BALANCED
+from bench.presets import BALANCED, NO_RESHARD
 
 NAME = "qwen3_random_rows"
 CUTS = {"30B-A3B-12L": 12, "30B-A3B-6L": 6}  # the first blocks of torchtitan's 30B-A3B
@@ -81,6 +81,8 @@ def command_of(row: dict) -> list[str]:
         options["parallelism.expert_parallel_degree"] = found[1]
     if ranks_of_row(row) > 1:
         options["parallelism.context_parallel_degree"] = ranks_of_row(row)
+    if NO_RESHARD in row["flags"]:  # as ours by default
+        options["parallelism.fsdp_reshard_after_forward"] = "never"
     if found := re.search(r"--fp8 (\w+)", row["flags"]):  # by torchao
         options["model.converters"] = "quantize.linear.float8"
         options["quantize.linear.float8.recipe_name"] = found[1]
