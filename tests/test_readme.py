@@ -7,7 +7,7 @@ import re
 import pytest
 from conftest import ROOT
 
-from bench.presets import BALANCED, ONE_OF
+from bench.presets import BALANCED, NO_RESHARD, ONE_OF
 from bench.run import make_parser
 from fsdp.flags import FsdpArgs
 from fsdp_pp.flags import FsdpPipeArgs
@@ -134,7 +134,7 @@ def test_the_settings_are_those_of_the_launchers_with_their_defaults():
 def test_every_flag_named_exists_and_every_commands_flag_is_named():
     named = set(re.findall(r"--\w[\w-]*", TEXT)) - {"--no_"} - FOREIGN_FLAGS
     assert len(named) > 30
-    of_bench = set(re.findall(r"--\w+", make_parser().format_help())) | {BALANCED, ONE_OF}
+    of_bench = {BALANCED, NO_RESHARD, ONE_OF, *re.findall(r"--\w+", make_parser().format_help())}
     parsers = (m.make_parser() for m in (export, evaluate, check, fit, chat))
     commands = {f for p in parsers for f in re.findall(r"--\w+", p.format_help())} - {"--help"}
     commands.add("--check")  # of setup.sh
