@@ -205,16 +205,25 @@ def test_a_stop_ends_an_evaluation_and_loses_nothing(kind, tmp_path):
 
 # Each moment of the start: bash, Python's own start, the imports of torch, of the ranks.
 MOMENTS = [
-    ("fsdp", 0.05), ("fsdp", 0.5), ("fsdp", "ranks"), ("pp", 0.2), ("pp", 1.5), ("pp", "ranks"),
+    ("fsdp", "bash"), ("fsdp", 0.5), ("fsdp", "ranks"), ("pp", 0.2), ("pp", 1.5), ("pp", "ranks"),
     slow("zero", "ranks"), slow("fsdp_pp", "ranks"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind, moment", MOMENTS)
 def test_ctrl_c_while_it_starts_is_one_line(kind, moment, tmp_path):
-    launcher = started(["bash", LAUNCHERS[kind], *TRAIN.split(), "--output_dir", tmp_path / "run"])
+    called, env = tmp_path / "called", {}
+    if moment == "bash":  # looks for torch, and has set its trap
+        slowly = tmp_path / "python"
+        slowly.write_text(f'#!/bin/sh\ntouch {called}; sleep 0.5; exec {sys.executable} "$@"\n')
+        slowly.chmod(0o755)
+        env = {"PYTHON": str(slowly)}
+    command = ["bash", LAUNCHERS[kind], *TRAIN.split(), "--output_dir", tmp_path / "run"]
+    launcher = started(command, env=env)
     ranks = []
-    if moment == "ranks":
+    if moment == "bash":
+        wait_for(called.exists)
+    elif moment == "ranks":
 
         def importing():
             found = psutil.Process(launcher.pid).children()
