@@ -24,6 +24,13 @@ H200 = {"vendor": "nvidia", "name": "NVIDIA H200 (nvidia sm_90, 140 GB)"}
 H200 |= {"peak": {"fp32": 66.9, "bf16": 989.4, "fp16": 989.4}}
 MI100 = {"vendor": "amd", "name": "AMD Instinct MI100 (amd gfx908, 32 GB)"}
 MI100 |= {"peak": {"fp32": 46.1, "bf16": 92.3, "fp16": 184.6}}
+AMD_SENSORS = {  # in the folder of a GPU's bus address
+    "pp_dpm_sclk": "0: 300Mhz\n1: 1200Mhz *\n2: 1502Mhz\n",
+    "hwmon/hwmon3/temp1_label": "edge", "hwmon/hwmon3/temp1_input": "61000",
+    "hwmon/hwmon3/temp2_label": "junction\n", "hwmon/hwmon3/temp2_input": "80000",
+    "hwmon/hwmon3/temp2_crit": "100000", "hwmon/hwmon3/power1_average": "221000000",
+    "hwmon/hwmon3/power1_cap": "290000000",
+}  # fmt: skip
 
 
 class Machine:
@@ -338,7 +345,8 @@ def test_every_value_received_is_compared(tmp_path, monkeypatch):
 
 def test_what_is_measured_on_one_gpu(faked):
     """On a CPU and with small shapes; nothing is compiled."""
-    faked.tool("amd-smi", "echo $*")
+    for name, text in AMD_SENSORS.items():
+        faked.file(f"sys/bus/pci/devices/0000:43:00.0/{name}", text)
     faked.file("go", "")
     small = {"device": "cpu", "rows": 8}
     first = {"vendor": "amd", "bus": "0000:43:00.0", "seconds": 0.01, "square": 32, "widths": [24]}
@@ -347,12 +355,31 @@ def test_what_is_measured_on_one_gpu(faked):
     job = processes.Job(tasks, faked.root, TORCH_COMPILE_DISABLE="1")
     gemm, kernels = processes.finish([job])[0]
     assert gemm["rates"].keys() == {"fp32", "bf16", "fp16"} and min(gemm["rates"].values()) > 0
-    assert gemm["load"].strip() == "metric -g 0000:43:00.0 -c -t -p" and gemm["subnormals"]
+    assert gemm["load"] == "1200 of 1502 MHz, 80 of 100 °C, 221 of 290 W" and gemm["subnormals"]
     assert re.search(r"bf16 1,024 x 24 \d+/\d+/\d+; fp16 1,024 x 24 \d", gemm["products"][0])
     assert len(kernels["cases"]) == 4 and kernels["host"].keys() == {"python_s"}
     for plain, faster, error in kernels["cases"].values():
         assert plain > 0 < faster and error < 0.03
     assert kernels["cases"]["a compiled block"][2] == 0 < kernels["tflops"]
+
+
+def test_a_card_that_throttles_is_seen(faked):
+    """By its junction's temperature, at any rate of its products."""
+    bus = "0000:43:00.0"
+    assert experiments._load("amd", bus) == ""
+    for name, text in AMD_SENSORS.items():
+        faked.file(f"sys/bus/pci/devices/{bus}/{name}", text.replace("80000", "99000"))
+    load = experiments._load("amd", bus)
+    assert "99 of 100 °C (at its limit)" in load
+    gpu = {**MI100, "rates": {"fp32": 35, "bf16": 70, "fp16": 120}, "load": load}
+    level, _, text, fix = lines_of.gpu_line(0, [gpu])
+    assert (level, "without a fan" in fix) == ("warning", True) and load in text
+    gpu["load"] = load.replace(" (at its limit)", "")
+    assert lines_of.gpu_line(0, [gpu])[0] == "ok"
+    for name in AMD_SENSORS:  # a driver that has few of them
+        (faked.root / "sys/bus/pci/devices" / bus / name).unlink()
+    faked.file(f"sys/bus/pci/devices/{bus}/hwmon/hwmon3/power1_input", "99000000")
+    assert experiments._load("amd", bus) == "? of ? MHz, nan of nan °C, 99 of nan W"
 
 
 def test_what_torch_sees_on_two_faked_mi100(faked, monkeypatch):

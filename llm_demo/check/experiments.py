@@ -4,9 +4,11 @@ import contextlib
 import functools
 import itertools
 import os
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from math import nan
 
 import torch
 import torch.distributed as dist
@@ -14,7 +16,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.benchmark import Timer
 
-from llm_demo.check.lines import OK, WARNING
+from llm_demo.check.lines import AT_LIMIT, OK, WARNING
 from llm_demo.check.processes import ROOT, probe_root, serve, tool
 from llm_demo.core.errors import UserError
 from llm_demo.job import device as hardware
@@ -27,10 +29,6 @@ HIDDEN, WIDTHS, VOCABULARY = 1024, (3072, 151_936), 151_936  # the widths of two
 BLOCK_FLOPS = 6 * (2 * (16 + 8) * 128 + 3 * 3072) * HIDDEN  # for a token, without attention
 
 FIELDS = "clocks.sm,temperature.gpu,power.draw,pcie.link.gen.current,pcie.link.width.current"
-LOOK = {  # vendor -> tools, the first that is there; BUS: a GPU's address
-    "nvidia": [f"nvidia-smi -i BUS --query-gpu={FIELDS} --format=csv"],
-    "amd": ["amd-smi metric -g BUS -c -t -p", "rocm-smi -c -t -P"],
-}
 
 
 def torch_facts() -> dict:
@@ -97,20 +95,19 @@ def choices() -> dict:
 def gemm(device: str, vendor="", bus="", seconds=0.7, square=8192, rows=4096, widths=WIDTHS):
     """TFLOP/s on a device: "rates" of square products by dtype, `seconds` for each, and "products"
     in a model's shapes, on AMD also with hipBLASLt, in words; "subnormals": whether small
-    fp16 values survive a product; "load": what the vendor's tool says meanwhile of the GPU at this
-    bus address."""
+    fp16 values survive a product; "load": what the driver says meanwhile of the GPU at this bus
+    address."""
     rates = {}
     if device != "cpu":
         torch.cuda.set_device(device)
     with ThreadPoolExecutor() as pool:
-        looks = (tool(*look.replace("BUS", bus).split(), limit=5) for look in LOOK.get(vendor, ()))
-        load = pool.submit(lambda: next(filter(None, looks), ""))
         for name, dtype in reversed(DTYPES.items()):
             ones = torch.ones(256, 256, device=device, dtype=dtype)
             if not bool((ones @ ones == 256).all()):
                 return {"problem": f"a product of ones in {dtype} is not 256 everywhere"}
             ab = [torch.randn(square, square, device=device).to(dtype) for _ in range(2)]
             rates[name] = _rate(*ab, seconds)
+        load = pool.submit(_load, vendor, bus)  # two seconds have made it warm
         while not load.done():
             _rate(*ab, 0.1)
     products, small = [_products(device, rows, widths)], ones.half() * 2.0**-20
@@ -123,6 +120,27 @@ def gemm(device: str, vendor="", bus="", seconds=0.7, square=8192, rows=4096, wi
     # some matrix units take values below 2**-14 for zero
     survive = bool((small @ ones.half() == 2.0**-12).all())
     return {"rates": rates, "load": load.result(), "products": products, "subnormals": survive}
+
+
+def _load(vendor: str, bus: str) -> str:
+    """Clock, temperature and power of a GPU, as its driver says them now."""
+    if vendor == "nvidia":
+        query = f"--query-gpu={FIELDS}", "--format=csv"
+        return tool("nvidia-smi", "-i", bus, *query, limit=5) or ""
+    folder, files = probe_root() / "sys/bus/pci/devices" / bus, {}
+    for file in (*folder.glob("hwmon/*/*_*"), folder / "pp_dpm_sclk"):
+        with contextlib.suppress(OSError):  # a sensor that is off
+            files[file.name] = file.read_text().strip()
+    if not files:
+        return ""
+    sensor = lambda unit, *names: next((int(files[n]) / unit for n in names if n in files), nan)  # noqa: E731
+    spot = next((name for name, text in files.items() if text == "junction"), "temp1_label")
+    heat, limit = (sensor(1e3, spot.replace("label", of)) for of in ("input", "crit"))
+    clocks = re.findall(r"(\d+)Mhz( \*)?", files.get("pp_dpm_sclk", ""))  # * marks the current one
+    now, most = next((c for c, mark in clocks if mark), "?"), clocks[-1][0] if clocks else "?"
+    text = f"{now} of {most} MHz, {heat:.0f} of {limit:.0f} °C" + AT_LIMIT * (heat > limit - 2)
+    power = sensor(1e6, "power1_average", "power1_input")
+    return f"{text}, {power:.0f} of {sensor(1e6, 'power1_cap'):.0f} W"
 
 
 def _seconds(run, least):

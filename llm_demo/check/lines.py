@@ -14,6 +14,7 @@ from llm_demo.check.processes import P2P_OFF, failure, probe_root
 from llm_demo.job.files import ROOT
 
 OK, WARNING, ERROR = "ok", "warning", "error"
+AT_LIMIT = " (at its limit)"  # of a temperature
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 REBUILD = "leave any environment that has this torch, rm -r .venv, bash setup.sh"
 REINSTALL = "bash setup.sh, and use its .venv/bin/python"
@@ -143,9 +144,10 @@ def gpu_line(i: int, devices: list[dict]) -> tuple:
     for dtype, rate in rates.items():
         text += f", {dtype} {rate:.0f} TFLOP/s"
         text += f" ({100 * shares[dtype]:.0f}% of peak)" * (dtype in shares)
-    if gpu["vendor"] == "nvidia":  # AMD's tools say more
-        text += f"; {' = '.join(gpu['load'].splitlines())}"
-    fix = "end other programs on it; is it throttled (nvidia-smi -q -d PERFORMANCE, amd-smi)?"
+    text += f"; {' = '.join(gpu['load'].splitlines())}" * bool(gpu["load"])
+    if AT_LIMIT in gpu["load"]:
+        return WARNING, name, text, "cool it: a card without a fan needs a strong one beside it"
+    fix = "end other programs on it; is it throttled (nvidia-smi -q -d PERFORMANCE)?"
     if rates["bf16"] < 0.9 * best:
         text += f": {100 * rates['bf16'] / best:.0f}% of the fastest GPU"
         return WARNING, name, text, fix
