@@ -102,7 +102,9 @@ def measured(model: str, way: str) -> str:
                 speed = round(result["summary"]["median_slots_per_s"])
                 flags = re.sub(r"--(optimizer_on_host|lora_rank \d+)", "", row["flags"]).strip()
                 flags = flags.replace("--", "").replace("reshard_after_forward", "reshard")
-                flags = re.sub(r" *device_memory_gb (\d+)", r", in \1 GB a card", flags).strip(", ")
+                flags = re.sub(r" *device_memory_gb (\d+)", r", in \1 GiB a card", flags).strip(
+                    ", "
+                )
                 how = (f"{row['engine']} {row['micro']}", f"GA {row['ga']}", "ckpt" * row["ckpt"])
                 words = ", ".join(filter(None, (*how, flags, "one card" * (row["gpus"] == 1))))
                 fastest = max(fastest, (speed, f"{speed:,} ({words})"))

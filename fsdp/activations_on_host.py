@@ -105,7 +105,7 @@ def keep_on_host(
     this node's memory that will be taken besides. Raises UserError if it has too little."""
     need = world.local_size * host_bytes(n, shape, dtype)
     what = "host memory"
-    what += f" besides the optimizer's {others / 2**30:.1f} GB" if others else ""
+    what += f" besides the optimizer's {others / 2**30:.1f} GiB" if others else ""
     advice = "use shorter rows or a smaller --micro_batch_size"
     say(once_per_node(world, lambda: claim_host("activations", need, what, advice, world, others)))
     return ActivationsOnHost(n, shape, dtype, world.device)
@@ -117,11 +117,11 @@ def claim_host(name: str, need: int, what: str, advice: str, world: World, other
     gb, free = need / 2**30, free_host_memory()
     if need + others > free:
         raise UserError(
-            f"--{name}_on_host needs {gb:.1f} GB of {what}, and {free / 2**30:.1f} GB are free: "
+            f"--{name}_on_host needs {gb:.1f} GiB of {what}, and {free / 2**30:.1f} GiB are free: "
             f"{advice}"
         )
     where = stay_near(cores_near(world.device))
-    return f"{name} on the host: {gb:.1f} GB of {free / 2**30:.1f} GB free{where}"
+    return f"{name} on the host: {gb:.1f} GiB of {free / 2**30:.1f} GiB free{where}"
 
 
 def pin_all(memory: torch.Tensor, owner, flag: str) -> None:

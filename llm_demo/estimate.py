@@ -1,6 +1,6 @@
 """Estimates a rank's peak memory, by part, before anything is allocated.
 
-Each engine's estimate.py says what its ranks hold (`Held`). `peak` turns that into GB, `report`
+Each engine's estimate.py says what its ranks hold (`Held`). `peak` turns that into GiB, `report`
 into the table of --estimate; llm_demo/fit.py and defaults that depend on memory ask `peak` too."""
 
 import itertools
@@ -29,7 +29,7 @@ UNUSED, CONTEXT = "reserved, unused", "CUDA and NCCL"
 SCATTERED = 0.04  # of what is allocated: the allocator's free memory between it
 CONTEXT_GB = 1.2  # measured on two H100
 RULE_CHUNK = 64  # tokens that a kernel of a delta rule takes together
-PROCESS = 2.1  # GB of host memory: Python, PyTorch, CUDA; measured beside 0.6B to 14B on H200
+PROCESS = 2.1  # GiB of host memory: Python, PyTorch, CUDA; measured beside 0.6B to 14B on H200
 USABLE = 0.95  # share of a card's memory; the rest is for what the estimate leaves out
 # What a moment has of activations: all and the loss; all; those of a recomputed block; none.
 LOSS, KEPT, BLOCK, NONE = "loss", "kept", "block", "none"

@@ -89,8 +89,8 @@ class Choice(NamedTuple):
     flags: dict
     seconds: float  # estimated time of a step, see above
     tokens: int  # per step
-    parts: dict[str, float]  # memory of the fullest card, GB
-    host: float  # memory of the host for all ranks, GB
+    parts: dict[str, float]  # memory of the fullest card, GiB
+    host: float  # memory of the host for all ranks, GiB
 
     @property
     def memory(self) -> float:

@@ -219,7 +219,7 @@ def facts(run, first) -> dict[str, object]:
         "tokens per second": short(speed) + f" ({ratio:.2f} x {first.letter})" * (run is not first),
         "step": (f"{step:,.0f}" if step >= 100 else short(step)) + " ms",
         "MFU": short(100 * mfu) + " %" * math.isfinite(mfu),
-        "peak memory": (" / ".join(map(short, memory)) or "–") + " GB",
+        "peak memory": (" / ".join(map(short, memory)) or "–") + " GiB",
         "seen": f"{tokens} tokens, {labels} learnt",
         "skipped": f"{len(skipped(run)):,} of {len(run.steps):,} logged steps",
         "duration": f"{timedelta(seconds=round(seconds))} h" if seconds < 1e9 else "–",

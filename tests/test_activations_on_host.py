@@ -184,13 +184,13 @@ def test_too_little_host_memory(monkeypatch):
     need = 2 * host_bytes(n, shape, torch.float32) + others
     monkeypatch.setattr(activations_on_host, "once_per_node", lambda world, function: function())
     monkeypatch.setattr(activations_on_host, "free_host_memory", lambda: need - 1)
-    said = "needs 0.0 GB of host memory besides the optimizer's 1.0 GB, and 1.0 GB are free"
+    said = "needs 0.0 GiB of host memory besides the optimizer's 1.0 GiB, and 1.0 GiB are free"
     with pytest.raises(UserError, match=said):
         keep_on_host(n, shape, torch.float32, world, print, others)
     monkeypatch.setattr(activations_on_host, "free_host_memory", lambda: need)
     said = []
     keep_on_host(n, shape, torch.float32, world, said.append, others)
-    assert said == ["activations on the host: 0.0 GB of 1.0 GB free"]
+    assert said == ["activations on the host: 0.0 GiB of 1.0 GiB free"]
 
 
 @pytest.mark.parametrize("processes", [slow(1), 2])

@@ -20,9 +20,9 @@ from llm_demo.check import __main__ as check
 from llm_demo.check import experiments, processes
 from llm_demo.check import lines as lines_of
 
-H200 = {"vendor": "nvidia", "name": "NVIDIA H200 (nvidia sm_90, 140 GB)"}
+H200 = {"vendor": "nvidia", "name": "NVIDIA H200 (nvidia sm_90, 140 GiB)"}
 H200 |= {"peak": {"fp32": 66.9, "bf16": 989.4, "fp16": 989.4}}
-MI100 = {"vendor": "amd", "name": "AMD Instinct MI100 (amd gfx908, 32 GB)"}
+MI100 = {"vendor": "amd", "name": "AMD Instinct MI100 (amd gfx908, 32 GiB)"}
 MI100 |= {"peak": {"fp32": 46.1, "bf16": 92.3, "fp16": 184.6}}
 AMD_SENSORS = {  # in the folder of a GPU's bus address
     "pp_dpm_sclk": "0: 300Mhz\n1: 1200Mhz *\n2: 1502Mhz\n",

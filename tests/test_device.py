@@ -1,12 +1,14 @@
 """Decisions by vendor and architecture, on faked devices and files."""
 
+import socket
+import subprocess
 import sys
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, run
+from conftest import ROOT, environment, run
 
 from llm_demo.core.errors import UserError
 from llm_demo.job import device as devices
@@ -122,11 +124,12 @@ def test_nvidias_gpus_are_counted_but_not_opened(monkeypatch):
 
 
 @pytest.mark.parametrize("gpus, hip, words", [
-    ([MI100, XTX], "6.4", "one kind, not GPU 0: AMD Instinct MI100 (amd gfx908, 32 GB), GPU 1: "),
+    ([MI100, XTX], "6.4", "one kind, not GPU 0: AMD Instinct MI100 (amd gfx908, 32 GiB), GPU 1: "),
     ([XTX, MI100, MI100], "6.4", "pick some by CUDA_VISIBLE_DEVICES=1,2"),
     ([("Radeon 8060S", "gfx1151", 20)], "6.4", "gfx1151: rocm7.0 and rocm7.1 and rocm7.2 have it"),
     ([("Radeon VII", "gfx905", 60)], "6.4", "none of PyTorch's ROCm builds has it"),
     ([("NVIDIA RTX 4090", "sm_89", 128), ("NVIDIA H200", "sm_90", 132)], None, "of one kind"),
+    ([("NVIDIA H100", "sm_90", 132), ("NVIDIA H200", "sm_90", 132)], None, "of one kind"),
     ([("NVIDIA V100", "sm_70", 80)], None, "no code for sm_70: install a build that has it"),
 ])  # fmt: skip
 def test_gpus_that_cant_be_used_are_refused(gpus, hip, words, monkeypatch, record_property):
@@ -135,6 +138,28 @@ def test_gpus_that_cant_be_used_are_refused(gpus, hip, words, monkeypatch, recor
     with pytest.raises(UserError) as error:
         devices.refuse_gpus(range(len(gpus)))
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_nodes_with_other_gpus_are_refused(record_property):
+    """Two nodes of one process each, on gloo."""
+    record_property("bad inputs", 1)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    code = "import os\nfrom llm_demo.job import dist\ndist.drawn_on = lambda: os.environ['KIND']\n"
+    code += "from llm_demo.job.process import command\ncommand(dist.start)"
+    node = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_PORT": port}
+    node |= {"MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": ""}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True,
+            env=environment(RANK=str(rank), KIND=kind, **node),
+        )
+        for rank, kind in enumerate(("H100", "H200"))
+    ]  # fmt: skip
+    line = "error: the GPUs of all nodes must be of one kind, not H100 (rank 0), H200 (rank 1)\n"
+    for rank in ranks:
+        assert rank.communicate(timeout=60)[1].endswith(line) and rank.returncode == 2
 
 
 @pytest.mark.parametrize("arch, archs, expected", [

@@ -25,7 +25,7 @@ KINDS = ("fsdp", "pp")
 FILES = {"config.json", "env.json", "cmd.sh", "train.log", "metrics.jsonl", "summary.json"}
 STEP = re.compile(
     r"step 1/3 \| loss \d+\.\d{4} \| gnorm \d+\.\d\d \| lr \d\.\de-\d\d \| \d+ ms \(comm \d+\) "
-    r"\| [\d.]+k? tok/s \([\d.]+k? labels\)( \| mfu [\d.]+%)? \| mem [\d.]+ GB \| eta \d+:\d\d"
+    r"\| [\d.]+k? tok/s \([\d.]+k? labels\)( \| mfu [\d.]+%)? \| mem [\d.]+ GiB \| eta \d+:\d\d"
 )
 SMALL = {"SEQ_LEN": "128", "MICRO_BATCH_SIZE": "2", "MAX_STEPS": "3", "NPROC_PER_NODE": "2",
          "WARMUP_STEPS": "10"}  # fmt: skip

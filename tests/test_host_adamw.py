@@ -115,11 +115,11 @@ def test_too_little_host_memory(monkeypatch):
     """Of a node with two of four ranks. Moments in bf16 take 4 bytes less a parameter."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(activations_on_host, "free_host_memory", lambda: 20 * 2**30)
-    with pytest.raises(UserError, match=r"needs 24\.0 GB of host memory .* 20\.0 GB are free"):
+    with pytest.raises(UserError, match=r"needs 24\.0 GiB of host memory .* 20\.0 GiB are free"):
         host_adamw.prepare_host(args_with(), sharded(2**30), CPU)
     for state, gb in (("fp32", 12), ("bf16", 8)):
         said = host_adamw.prepare_host(args_with(optim_state=state), sharded(2**29), CPU)
-        assert said == f"optimizer on the host: {gb}.0 GB of 20.0 GB free"
+        assert said == f"optimizer on the host: {gb}.0 GiB of 20.0 GiB free"
 
 
 GROUPS = {
@@ -181,7 +181,7 @@ def test_a_limit_on_device_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: props)
     name = "set_per_process_memory_fraction"
     monkeypatch.setattr(torch.cuda, name, lambda fraction, d: limits.append(fraction))
-    with pytest.raises(UserError, match="--device_memory_gb 41: the GPU has 40.0 GB"):
+    with pytest.raises(UserError, match="--device_memory_gb 41: the GPU has 40.0 GiB"):
         device.limit_memory(torch.device("cuda", 0), 41)
     device.limit_memory(torch.device("cuda", 0), 30)
     assert limits == [0.75]

@@ -111,7 +111,7 @@ def test_medians_are_of_the_steps_since_the_last_start():
 
 def test_a_line_fits_the_terminal(monkeypatch):
     fields = ["step 1234/5000", "loss 1.2345", "load 1.3x", "gnorm 12.34", "lr 2.0e-05"]
-    fields += ["1234 ms (comm 123)", "123.4k tok/s (12.3k labels)", "mfu 45.6%", "mem 76.5 GB"]
+    fields += ["1234 ms (comm 123)", "123.4k tok/s (12.3k labels)", "mfu 45.6%", "mem 76.5 GiB"]
     fields.append("eta 12:34:56")
     assert fit_terminal(fields) == " | ".join(fields)  # written to a file
     monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: True))
@@ -137,7 +137,7 @@ def test_a_step_that_waited_for_the_allocator_says_so_once(monkeypatch):
     warnings = [line for line in said if "warning" in line]
     assert len(warnings) == 1 and "ran out 3 times up to step 3" in warnings[0]
     assert warnings[0].endswith("1. halve it")
-    assert all("mem 77.1 GB" in line for line in said if line.startswith("step"))
+    assert all("mem 77.1 GiB" in line for line in said if line.startswith("step"))
     summary = summarise(records.history, SETTINGS, 1.0, None, None, [0.0])
     assert (summary["alloc_retries"], summary["late_alloc_retries"]) == (5, 2)
     assert summary["row"]["peak_mem(G)"] == "77.1" and summary["peak_mem_gb"] == [70.0]

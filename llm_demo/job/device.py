@@ -62,7 +62,7 @@ class Device:
     units: int = field(default=0, compare=False)  # compute units or multiprocessors
 
     def __str__(self):
-        gpu = f" ({self.vendor} {self.arch}, {self.memory_gb:.0f} GB)"
+        gpu = f" ({self.vendor} {self.arch}, {self.memory_gb:.0f} GiB)"
         return self.name + (gpu if self.type == "cuda" else "")
 
 
@@ -187,7 +187,7 @@ def refuse_gpus(gpus: Iterable[int]) -> None:
         if fix := no_code(device):
             lack = f"torch {torch.__version__} has no code for {device.arch}"
             raise UserError(f"GPU {i}, {device}: {lack}: {fix}")
-        kinds.setdefault((device.arch, device.units), []).append(i)
+        kinds.setdefault((device.name, device.arch, device.units), []).append(i)
     if len(kinds) > 1:
         each = ((this_device(gpus[0]), ", ".join(map(str, gpus))) for gpus in kinds.values())
         each = ", ".join(f"GPU {gpus}: {device}" for device, gpus in each)
@@ -220,7 +220,7 @@ def prepare_device(args, world) -> tuple[tuple[Device, torch.dtype], list[str]]:
     if args.device_memory_gb:
         if not args.estimate:  # which is also for other machines
             limit_memory(world.device, args.device_memory_gb)
-        lines.append(f"memory: at most {args.device_memory_gb:g} GB of each GPU")
+        lines.append(f"memory: at most {args.device_memory_gb:g} GiB of each GPU")
     dtype, why = pick_dtype(args.dtype, device)
     lines += [
         f"device: {world.size} x {device}",
@@ -297,7 +297,7 @@ def limit_memory(device: torch.device, gb: float) -> None:
         raise UserError("--device_memory_gb limits GPU memory, and there is no GPU")
     have = torch.cuda.get_device_properties(device).total_memory / 2**30
     if gb > have:
-        raise UserError(f"--device_memory_gb {gb:g}: the GPU has {have:.1f} GB")
+        raise UserError(f"--device_memory_gb {gb:g}: the GPU has {have:.1f} GiB")
     torch.cuda.set_per_process_memory_fraction(gb / have, device)
 
 

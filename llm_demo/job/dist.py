@@ -15,7 +15,7 @@ import torch.distributed as dist
 from llm_demo.core.errors import Stopped, UserError
 from llm_demo.core.mesh import World
 from llm_demo.job import process
-from llm_demo.job.device import refuse_gpus
+from llm_demo.job.device import drawn_on, refuse_gpus
 from llm_demo.job.files import disk_full
 from llm_demo.job.text import STOPPED, counted
 
@@ -76,6 +76,12 @@ def start() -> World:
         if reason := process.fault_of_environment(e):
             raise UserError(reason) from e
         raise
+    if size > local_size:  # refuse_gpus has seen this node's
+        kinds = [""] * size
+        dist.all_gather_object(kinds, drawn_on())
+        if len({*kinds}) > 1:
+            each = ", ".join(f"{kind} (rank {kinds.index(kind)})" for kind in sorted({*kinds}))
+            raise UserError(f"the GPUs of all nodes must be of one kind, not {each}")
     return World(rank, size, local_rank, device)
 
 

@@ -233,7 +233,7 @@ class Records:
             f"{r['perf/step_ms']:.0f} ms (comm {comm})",
             f"{_kilo(r['perf/toks_per_s'])} tok/s ({labels} labels)",
             *([f"mfu {r['perf/mfu']:.1%}"] if self.peak else []),
-            f"mem {max(r['perf/reserved_gb'] or r['perf/peak_mem_gb']):.1f} GB",
+            f"mem {max(r['perf/reserved_gb'] or r['perf/peak_mem_gb']):.1f} GiB",
             eta,
         ]
 
