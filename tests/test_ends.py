@@ -341,6 +341,12 @@ def test_characters_that_the_console_lacks(monkeypatch, tmp_path):
     print("\u27e6é\u27e7", flush=True)
     sys.stdout.close()
     assert (tmp_path / "out").read_bytes() == b"?\xe9?\n"
+    how = {"encoding": "utf-8", "errors": "surrogateescape"}  # as in the locale C
+    monkeypatch.setattr(sys, "stdout", open(tmp_path / "out", "w", **how))
+    process.outlive_terminal()
+    print("half a pair: \udfff", flush=True)
+    sys.stdout.close()
+    assert (tmp_path / "out").read_bytes() == b"half a pair: ?\n"
 
 
 def test_a_terminal_obeys_nothing_that_is_printed(monkeypatch, tmp_path):

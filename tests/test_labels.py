@@ -534,6 +534,9 @@ def test_without_a_template():
     whole = one(chat("hi", "yo"), make_tokenizer(**WITH_BOS), train_on_prompt=True)
     assert whole == golden("<B>⟦hi\nyo<E>⟧")
     assert one(chat("hi", "\nyo"), make_tokenizer(None)) == reasons.STRADDLED
+    greeting = Record([{"role": "assistant", "content": "so"}, *chat("hi", "yo").messages])
+    assert one(greeting, make_tokenizer(None)) == golden("so<E>\nhi\n⟦yo<E>⟧")
+    assert one(chat("hi", "yo", "b"), make_tokenizer(None)) == golden("hi\n⟦yo<E>⟧\nb")
 
 
 @pytest.mark.parametrize("template", [CHATML, QWEN3, LLAMA, TAGGED])

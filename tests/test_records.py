@@ -39,10 +39,11 @@ def test_every_format_is_the_same_conversation(tmp_path, name, data_format):
 
 
 def test_text_is_learnt_whole_and_ends_with_eos(tmp_path):
-    path = write(tmp_path / "x.jsonl", {"text": "abc"}, {"text": "ab<E>"})
+    path = write(tmp_path / "x.jsonl", {"text": "abc"}, {"text": "ab<E>"}, {"text": "a<E>\n"})
     packs = load(path, pack=False)
     assert first(packs, 0) == golden("a⟦bc<E>⟧")
     assert first(packs, 1) == golden("a⟦b<E>⟧")
+    assert first(packs, 2) == golden("a⟦<E>\n⟧")  # as a template has written it
 
 
 def test_tokens_are_taken_as_they_are(tmp_path):
@@ -114,6 +115,8 @@ CONTRADICTORY = {
     "length": ({"loss_mask": [0, 1]}, "'loss_mask' must be a list of 0 and 1, one for each"),
     "fractions": ({"loss_mask": [0, 0.5, 1, 1, 1]}, "'loss_mask' must be a list of 0 and 1"),
     "nested": ({"attention_mask": [[1] * 5] * 5}, "'attention_mask' must be a list of 0 and 1"),
+    "empty labels": ({"labels": []}, "'labels' must be a list of integers, one for each token"),
+    "empty mask": ({"completion_mask": []}, "'completion_mask' must be a list of 0 and 1"),
     "unknown": ({"prompt_mask": [1, 1, 0, 0, 0]}, "'prompt_mask' is not known beside 'input_ids'"),
     "no suffix": ({"mask": [1, 1, 0, 0, 0]}, "'mask' is not known beside 'input_ids'"),
     "collated": ({"cu_seq_lens_q": [0, 2, 5]}, "'cu_seq_lens_q' is not known beside"),
@@ -187,6 +190,11 @@ WAYS_TO_CALL = {
     "text": {"tool_calls": [{"id": "1", "function": {"name": "f", "arguments": '{"x":1}'}}]},
     "not nested": {"tool_calls": [{"name": "f", "arguments": '{"x": 1}', "type": "function"}]},
     "parameters": {"tool_calls": [{"function": {"name": "f", "parameters": {"x": 1}}}]},
+    "LangChain's": {"tool_calls": [{"name": "f", "args": {"x": 1}, "type": "tool_call"}]},
+    "Anthropic's": {"tool_calls": [{"type": "tool_use", "name": "f", "input": {"x": 1}}]},
+    "beside": {"tool_calls": [{"function": {"name": "f"}, "arguments": {"x": 1}}]},
+    "beside null": {"tool_calls": [{"function": None, "name": "f", "kwargs": {"x": 1}}]},
+    "a null": {"tool_calls": [{"name": "f", "arguments": None, "parameters": {"x": 1}}]},
     "list as text": {"tool_calls": '[{"name": "f", "arguments": {"x": 1}}]'},
     "older key": {"function_call": {"name": "f", "arguments": '{"x": 1}'}, "content": None},
     "turn": {"role": "function_call", "content": '{"name": "f", "arguments": "{\\"x\\": 1}"}'},
@@ -214,6 +222,9 @@ def test_reasoning_by_other_names(tmp_path):
         packs = load(path, make_tokenizer(QWEN3), log=said.append)
         assert first(packs) == expected
         assert not any("unused" in line for line in said)
+    turns[1] |= {"reasoning": "", "reasoning_content": None}  # beside what is under "thinking"
+    path = write(tmp_path / "beside.jsonl", {"messages": turns})
+    assert first(load(path, make_tokenizer(QWEN3))) == expected
 
 
 def test_golden_numbers(tmp_path):
@@ -238,8 +249,11 @@ def test_variants_of_a_turn(tmp_path):
     turns = [{"role": "developer", "content": parts}, {"role": "human", "content": "hi"}]
     turns.append({"from": "gpt", "value": "yo"})
     sharegpt = {"system": "be brief", **SAME_ROW["conversations"]}
+    nulls = [turn | {"role": None, "content": None} for turn in sharegpt["conversations"]]
+    empty = [turn | {"content": ""} for turn in sharegpt["conversations"]]
+    sharegpts = [sharegpt, *(sharegpt | {"conversations": each} for each in (nulls, empty))]
     expected = golden(f"<S>system\nbe brief<E>\n{YO}")
-    for row in ({"messages": turns}, sharegpt):
+    for row in ({"messages": turns}, {"messages": json.dumps(turns)}, *sharegpts):
         assert first(load(write(tmp_path / "x.jsonl", row), seq_len=96)) == expected
 
 
@@ -247,6 +261,9 @@ def test_alpaca_input_follows_the_instruction(tmp_path):
     row = {"instruction": "add", "input": "1 2", "output": "3"}
     packs = load(write(tmp_path / "x.jsonl", row))
     assert first(packs) == golden("<S>user\nadd\n\n1 2<E>\n<S>assistant\n⟦3<E>⟧\n")
+    for blank in ({"instruction": "hi", "input": " "}, {"instruction": "", "input": "hi"}):
+        row = {**blank, "output": "yo"}
+        assert first(load(write(tmp_path / "x.jsonl", row))) == golden(YO)
 
 
 def test_prompt_as_messages_is_context_only(tmp_path):
@@ -269,6 +286,9 @@ def test_files_by_list_and_glob(tmp_path):
     b = write(tmp_path / "b.jsonl", SAME_ROW["prompt"])
     held_out = write(tmp_path / "a.heldout.jsonl", {"text": "ccc"})
     assert find_files(f"{b}, {a}") == [b, a]
+    for twice in (f"{a},{b},{a}", f"{tmp_path},{a}"):  # a held-out document would be learnt
+        with pytest.raises(UserError, match="a.jsonl is named twice: give it a weight instead"):
+            find_files(twice)
     assert find_files(f"{tmp_path}/*.jsonl") == [a, b]  # what is evaluated on is not trained on
     assert find_files(f"{tmp_path}/*.heldout.jsonl") == [held_out]
     lines = []
@@ -300,6 +320,25 @@ BAD_ROWS = {
     "null content": ([messages(("user", None))], [":1: messages[0] must be text, not null"]),
     "image": ([messages(("user", [{"type": "image"}]))],
               [":1: messages[0] has a part of type 'image'"]),
+    "empty picture": ([messages(("user", [PART, {"type": "image", "image": "a", "text": ""}]))],
+                      [":1: messages[0] has a part of type 'image'"]),
+    "part of reasoning": ([messages(("user", "x"), ("assistant", [PART | {"type": "reasoning"}]))],
+                          [":1: messages[1] has a part of type 'reasoning'"]),
+    "two contents": ([{"messages": [{"from": "human", "content": "x", "value": "y"}]}],
+                     [":1: messages[0]: 'content' and 'value' differ: keep one"]),
+    "two reasonings": ([{"messages": [{"role": "assistant", "content": "x", "reasoning": "y",
+                                       "thinking": "z"}]}],
+                       [":1: messages[0]: 'reasoning' and 'thinking' differ: keep one"]),
+    "two arguments": ([{"messages": [{"role": "assistant", "tool_calls": [
+                          CALL | {"args": {"x": 1}, "parameters": {"x": 2}}]}]}],
+                      [":1: messages[0]: call of f: 'parameters' and 'args' differ: keep one"]),
+    "no arguments": ([{"messages": [{"role": "assistant", "tool_calls": [
+                         CALL | {"params": {"x": 1}}]}]}],
+                     [":1: messages[0]: the call of f has 'params' but no 'arguments'"]),
+    "a key twice in a call": (
+        [{"conversations": [{"from": "function_call", "value": f'{{"name": "f", "x": {TWICE}}}'}]}],
+        [":1: broken JSON: an object has the key 'x' twice: 1 and 2"],
+    ),
     "role": ([messages(("user", "x"), ("narrator", "y"))],
              [":1: messages[1] has unknown role 'narrator'"]),
     "two calls": ([{"messages": [{"role": "assistant", "tool_calls": [CALL],
@@ -328,7 +367,7 @@ BAD_ROWS = {
     "tool call": ([{"messages": [{"role": "assistant", "tool_calls": ["f"]}]}],
                   [":1: messages[0]: tool_calls must be a list of function calls"]),
     "reasoning": ([{"messages": [{"role": "assistant", "content": "x", "reasoning_content": 1}]}],
-                  [":1: messages[0]: reasoning_content must be text, not a number"]),
+                  [":1: messages[0]: the reasoning must be text, not a number"]),
     "tools": ([{**SAME_ROW["messages"], "tools": "{"}], [":1: 'tools' must be a list"]),
 }  # fmt: skip
 

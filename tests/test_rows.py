@@ -74,6 +74,16 @@ def test_alpaca_system_and_history(tmp_path, form):
     assert first(load(path, learn_turns="last")) == golden(last)
 
 
+def test_the_last_answer_is_not_an_earlier_one(tmp_path):
+    """If the last one is not to be learnt, or is empty, nothing is."""
+    turns = turns_of("a", "b", "hi", "yo")
+    rows = [turns, [*turns[:3], turns[3] | {"weight": 0}], [*turns[:3], turns[3] | {"content": ""}]]
+    path = write(tmp_path / "x.jsonl", *({"messages": each} for each in rows))
+    packs = load(path, learn_turns="last")
+    assert first(packs) == golden(f"<S>user\na<E>\n<S>assistant\nb<E>\n{YO}")
+    assert skipped(packs) == {labels.MARKED: 1, labels.EMPTY_TURN: 1}
+
+
 def test_system_beside_a_prompt_and_beside_messages(tmp_path):
     turns = turns_of("hi", "yo")
     system = {"role": "system", "content": "s"}
@@ -132,6 +142,17 @@ def test_keys_that_are_not_used_are_listed_once_a_file(tmp_path):
             f"data: {path}: unused keys in turns: mood (3 rows)",
         ]
     assert not [line for line in said if "also used" in line]
+
+
+def test_a_key_that_a_template_reads_elsewhere_is_listed(tmp_path):
+    """A template names the tool's answers, and the function of a call."""
+    template = CHATML.replace("m.role", "(m.role if m.role != 'tool' else m.name)", 1)
+    turns = [{"role": "user", "content": "hi", "name": "Eve", "reasoning_content": "r"}]
+    turns += [{"role": "tool", "name": "f", "content": "7"}, {"role": "assistant", "content": "yo"}]
+    path, said = write(tmp_path / "x.jsonl", {"messages": turns}, {"messages": turns[1:]}), []
+    load(path, template, said)
+    line = f"data: {path}: unused keys in turns: name (1 row), reasoning_content (1 row)"
+    assert line in said
 
 
 def test_tool_calls_of_sharegpt(tmp_path):
@@ -248,6 +269,12 @@ def test_a_folder_of_files(tmp_path):
     found = find_files(str(tmp_path), say=said.append)
     assert [os.path.basename(f) for f in found] == ["latest.csv", "train-0.parquet", "x.json.zst"]
     assert all(name in said[0] for name in ("test-0.parquet", "validation.csv", "x.heldout.jsonl"))
+    for name in ("LICENSE", "b.ndjson", "c.jsonl.xz", "d.feather"):
+        (tmp_path / name).write_text("")
+    found = find_files(str(tmp_path), say=said.append)
+    assert os.path.basename(found[0]) == "b.ndjson" and len(found) == 4
+    assert len(said) == 3  # none before these files
+    assert said[2] == "data: skipped, no data files by their names: c.jsonl.xz, d.feather"
     (tmp_path / "only").mkdir()
     (tmp_path / "only/test.jsonl").write_text("")
     with pytest.raises(UserError, match="is a folder with only test.jsonl: name a data file"):

@@ -22,14 +22,15 @@ from llm_demo.core.rows import Packs
 from llm_demo.data.labels import Codec, encode
 from llm_demo.data.records import REAL, RowFormat, detect_format, keys_of, to_record
 from llm_demo.data.sources import hub_parts, place_of, read_rows
-from llm_demo.data.turns import Record, Sample
+from llm_demo.data.turns import Record, Sample, assistant
 from llm_demo.job.cache import verified
 from llm_demo.job.text import counted, progress
 
 ROWS_AT_A_TIME = 1000  # rows tokenised in one call
 # default seq_len: fits SHARE of the documents, a multiple of STEP, at most LONGEST_DEFAULT
 SHARE, STEP, LONGEST_DEFAULT = 0.99, 128, 4096
-TURN_KEYS = {"role", "content", "tool_calls", "reasoning_content"}  # always used
+# of turns, and of the assistant's: always used
+TURN_KEYS, ANSWER_KEYS = {"role", "content"}, {"tool_calls", "reasoning_content"}
 TEXT_ARGUMENTS = "arguments of tool calls as JSON text"
 FLAT = {"tokens.int32": np.int32, "learnt.bool": bool}  # the flat files
 NOTED = ("also used", "unused keys", "unused keys in turns")
@@ -209,7 +210,7 @@ def _tokenise(
     files: list[str], codec: Codec, flags, stats: Stats
 ) -> Iterator[tuple[Sample, int, int]]:
     """Yield all documents, uncut, each with the numbers of its file and row."""
-    size = sum(os.path.getsize(path) for path in files if not hub_parts(path))
+    size, turn_keys = sum(os.path.getsize(path) for path in files if not hub_parts(path)), {}
     with progress(what="tokenising", total=size, unit="B") as bar:
         for number, path in enumerate(files):
             rows, place, row_format = read_rows(path, bar), f"{path}{place_of(path)}", None
@@ -224,6 +225,7 @@ def _tokenise(
                 rows_read = zip(chunk, records, encode(codec, records), strict=True)
                 for (n, row), record, (sample, reasons) in rows_read:
                     _count_keys(file, row, row_format, record, codec.template)
+                    file.noted[NOTED[2]].update(_unused_in_turns(codec, record, turn_keys))
                     if isinstance(sample, str):
                         _count(stats.skipped, sample, number, n)
                         continue
@@ -251,17 +253,33 @@ def _count_keys(
         unused.append("tools")
     if record.messages and isinstance(value, list) and any(map(_text_arguments, value)):
         used.append(TEXT_ARGUMENTS)
-    in_turns = {key for message in record.messages or () for key in message} - TURN_KEYS
-    in_turns = [key for key in sorted(in_turns) if not _mentions(template, key)]
-    for rows, keys in zip(file.noted.values(), (used, unused, in_turns), strict=True):
-        rows.update(keys)
+    file.noted[NOTED[0]].update(used)
+    file.noted[NOTED[1]].update(unused)
+
+
+def _unused_in_turns(codec: Codec, record: Record, used: dict) -> list[str]:
+    """The keys of a row's turns that its text does not depend on. used: {(role, key): whether it is
+    used}, filled by the first turn that has one."""
+    unused = set()
+    for number, message in enumerate(record.messages or ()):
+        always = TURN_KEYS | (ANSWER_KEYS if assistant(message) else set())
+        for key in message.keys() - always:
+            place = message["role"], key
+            if place not in used:
+                without = {k: v for k, v in message.items() if k != key}
+                messages = [*record.messages[:number], without, *record.messages[number + 1 :]]
+                texts = [codec.try_render(each, record) for each in (record.messages, messages)]
+                used[place] = bool(codec.template) and texts[0] != texts[1]
+            if not used[place]:
+                unused.add(key)
+    return sorted(unused)
 
 
 def _text_arguments(turn) -> bool:
     """Whether a turn of a row has a tool call whose arguments are JSON text."""
     calls = (turn.get("tool_calls") or []) if isinstance(turn, dict) else []
     return isinstance(calls, str) or any(
-        isinstance(call.get("function", call).get("arguments"), str) for call in calls
+        isinstance((call.get("function") or call).get("arguments"), str) for call in calls
     )
 
 

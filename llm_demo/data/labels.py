@@ -193,7 +193,7 @@ def _render(codec: Codec, record: Record) -> tuple[Record, str]:
     if record.messages is None:
         if not record.text.strip():
             raise NotLearnt(NOTHING)
-        return record, record.text if record.text.endswith(eos) else record.text + eos
+        return record, record.text if record.text.rstrip().endswith(eos) else record.text + eos
     answers = _answers(record)
     if not record.messages or not (codec.train_on_prompt or None in answers.values()):
         all_empty = all(_is_empty(record.messages[i]) for i in answers)
@@ -276,9 +276,10 @@ def _learnt_spans(chat: Rendered, reasons: Counter) -> list[tuple[int, int]]:
     answers = _answers(record)
     reasons.update(filter(None, answers.values()))
     reasons[NOT_OURS] += sum(learn and i not in answers for i, learn in record.marks.items())
-    turns = [i for i, reason in answers.items() if not reason]
-    turns = turns[-1:] if codec.last_only else turns
-    spans, why, marks = [], NOTHING, None
+    turns, spans, why, marks = [*answers], [], NOTHING, None
+    if codec.last_only and turns:
+        turns, why = turns[-1:], answers[turns[-1]] or NOTHING
+    turns = [i for i in turns if not answers[i]]
     if codec.tagged and turns:
         options = {"return_dict": True, "return_assistant_tokens_mask": True}
         encoded = codec.try_render(record.messages, record, tokenize=True, **options) or {}

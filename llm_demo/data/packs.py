@@ -20,7 +20,7 @@ from llm_demo.job.cache import build
 from llm_demo.job.files import cache_folder
 from llm_demo.job.text import counted, progress
 
-FORMAT = 8  # of a pack; increase it when the same files are read, labelled or stored differently
+FORMAT = 9  # of a pack; increase it when the same files are read, labelled or stored differently
 SPLIT_SEED = 0  # not --seed, so that runs with other seeds have the same held-out documents
 SHOWN = 400  # tokens from each end of a long example
 # Flags that the rows of a step depend on; with the file's content they identify them.
@@ -271,6 +271,6 @@ def refuse_unknown_tokens(packs: list[Packs], vocab_size: int) -> None:
     for p in packs:
         files = [file.path for file in p.stats.files if file.format == "tokens"]
         if files and (largest := int(p.tokens.max())) >= vocab_size:
-            raise UserError(
-                f"{', '.join(files)}: token {largest}, but the model knows {vocab_size} only"
-            )
+            doc = np.searchsorted(p.doc_start, int(p.tokens.argmax()), "right") - 1
+            where = f"{p.stats.files[p.doc_file[doc]].path}, row {p.doc_row[doc]}"
+            raise UserError(f"{where}: token {largest}, but the model knows {vocab_size} only")

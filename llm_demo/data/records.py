@@ -49,7 +49,10 @@ ROLES = {name: role for role, names in NAMES.items() for name in names.split()}
 ROLES |= dict.fromkeys(CALLS, "assistant")
 MARKS = ("weight", "train", "loss_mask", "loss")  # keys of a turn; 0 or false: not learnt
 REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a turn, all for the first
-TURN = {"role", "from", "content", "value", "tool_calls", "function_call", *REASONING}
+CONTENT = ("content", "value")
+ARGUMENTS = ("arguments", "parameters", "args", "input", "kwargs")  # of a call, likewise
+TEXT_PARTS = ("text", "input_text", "output_text")
+TURN = {"role", "from", *CONTENT, "tool_calls", "function_call", *REASONING}
 ONLY_TEXT = "only text can be learnt: leave such rows out"
 CHOICES = {"choices", "options"}  # a question of several choices, which the answer may only number
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
@@ -131,6 +134,7 @@ def _to_record(row: dict, row_format: RowFormat) -> Record:
     used, unused = keys_of(row, row_format)
     optional = {key: row[key] for key in used}
     if kind == "tokens":
+        optional = {k: row[k] for k in FORMATS[kind][1] if row.get(k) is not None}  # [] too
         for key in unused:  # one that may say what is learnt or where documents end
             if SAYS_WHAT.search(key) and key != "special_tokens_mask":
                 raise UserError(
@@ -146,9 +150,9 @@ def _to_record(row: dict, row_format: RowFormat) -> Record:
     if kind in ("messages", "conversations"):
         messages = _messages(values[0], keys[0])
         return _record(_system(optional, messages) + messages, tools)
-    for key in ("input", "context"):
-        if key in optional:
-            values[0] = f"{_text(values[0], keys[0])}\n\n{_text(optional[key], key)}"
+    if more := [key for key in ("input", "context") if key in optional]:
+        texts = [_text(values[0], keys[0]), *(_text(optional[key], key) for key in more)]
+        values[0] = "\n\n".join(text for text in texts if text.strip())
     prompt, completion = (
         _messages(value, key)
         if isinstance(value, list) and value and not _is_part(value[0])
@@ -243,6 +247,7 @@ def _tokens(ids, optional: dict) -> tuple[list[int], list[bool]]:
 def _messages(turns, key: str) -> list[dict]:
     """Check OpenAI (role, content) or ShareGPT (from, value) turns and convert them to messages, in
     which null is the same as no key."""
+    turns = _from_json(turns)  # in a table
     if not isinstance(turns, list):
         raise UserError(f"{key!r} must be a list of turns, not {_kind(turns)}")
     return [_message(turn, f"{key}[{number}]") for number, turn in enumerate(turns)]
@@ -251,7 +256,7 @@ def _messages(turns, key: str) -> list[dict]:
 def _message(turn, place: str) -> dict:
     if not isinstance(turn, dict):
         raise UserError(f"{place} must be an object, not {_kind(turn)}")
-    role = turn.get("role", turn.get("from"))
+    role = turn.get("from") if turn.get("role") is None else turn["role"]
     name = role.strip().lower() if isinstance(role, str) else None
     if name not in ROLES:
         raise UserError(f"{place} has unknown role {role!r}; known: {', '.join(ROLES)}")
@@ -263,7 +268,7 @@ def _message(turn, place: str) -> dict:
                 f"{place}: {mark} must be 0 or 1 (or false or true), not {value!r}: "
                 "fractional weights are not supported"
             )
-    content, calls = turn.get("content", turn.get("value")), _from_json(turn.get("tool_calls"))
+    content, calls = _value(CONTENT, place, turn), _from_json(turn.get("tool_calls"))
     if call := turn.get("function_call"):  # OpenAI's older key
         if calls:
             raise UserError(f"{place} has tool_calls and function_call: keep one")
@@ -277,15 +282,27 @@ def _message(turn, place: str) -> dict:
         content = ""  # OpenAI writes null beside tool calls
     calls = {"tool_calls": _calls(calls, place)} if calls else {}
     message = {"role": ROLES[name], "content": _text(content, place), **calls}
-    if said := [k for k in REASONING if turn.get(k) is not None]:
-        message[REASONING[0]] = _text(turn[said[0]], f"{place}: {said[0]}")
+    if (reasoning := _value(REASONING, place, turn)) is not None:
+        message[REASONING[0]] = _text(reasoning, f"{place}: the reasoning")
     return message | {k: v for k, v in turn.items() if k not in TURN and v is not None}
+
+
+def _value(keys: tuple[str, ...], place: str, *objects: dict):
+    """What these objects have under one of the keys; None if nothing. Raises UserError if two
+    differ."""
+    given = [(key, each[key]) for each in objects for key in keys if each.get(key) is not None]
+    given = [pair for pair in given if pair[1] not in EMPTY] or given[:1] or [("", None)]
+    for key, value in given[1:]:
+        if value != given[0][1]:
+            raise UserError(f"{place}: {given[0][0]!r} and {key!r} differ: keep one")
+    return given[0][1]
 
 
 def _text(value, place: str) -> str:
     """A string; OpenAI content parts are joined if all are text."""
     if isinstance(value, list) and value and all(_is_part(part) for part in value):
-        if bad := [part["type"] for part in value if not isinstance(part.get("text"), str)]:
+        text = [part["type"] in TEXT_PARTS and isinstance(part.get("text"), str) for part in value]
+        if bad := [part["type"] for part, is_text in zip(value, text, strict=True) if not is_text]:
             raise UserError(f"{place} has a part of type {bad[0]!r}; only text is supported")
         value = "".join(part["text"] for part in value)
     if not isinstance(value, str):
@@ -301,10 +318,15 @@ def _calls(calls, place: str) -> list[dict]:
     """Tool calls as OpenAI nests them, with arguments as an object. Raises UserError."""
     nested = []
     for call in calls if isinstance(calls, list) else [None]:
-        function = call.get("function", call) if isinstance(call, dict) else None
+        function = (call.get("function") or call) if isinstance(call, dict) else None
         if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
             raise UserError(f"{place}: tool_calls must be a list of function calls")
-        arguments = function.get("arguments", function.get("parameters")) or {}
+        name, objects = function["name"], [function] if function is call else [function, call]
+        arguments = _value(ARGUMENTS, f"{place}: call of {name}", *objects) or {}
+        known = ("name", "function", *ARGUMENTS)
+        for key, value in itertools.chain(*map(dict.items, objects)):
+            if not arguments and isinstance(value, dict) and value and key not in known:
+                raise UserError(f"{place}: the call of {name} has {key!r} but no 'arguments'")
         try:
             if isinstance(arguments, str):
                 arguments = DECODER.decode(arguments.strip() or "{}")
@@ -312,14 +334,12 @@ def _calls(calls, place: str) -> list[dict]:
             if not isinstance(arguments, dict):
                 raise TypeError(f"it is {_kind(arguments)}")
         except (ValueError, TypeError, RecursionError) as error:
-            name = function["name"]
             raise UserError(
                 f"{place}: the arguments of {name} must be a JSON object: {error}"
             ) from None
-        read = ("name", "arguments", "parameters")
-        outer = {k: v for k, v in call.items() if k not in (*read, "function")}
-        inner = {k: v for k, v in function.items() if k not in (*read, *outer)}
-        function = {"name": function["name"], "arguments": arguments, **inner}
+        outer = {k: v for k, v in call.items() if k not in (*known, "type")}
+        inner = {k: v for k, v in function.items() if k not in (*known, *outer)}
+        function = {"name": name, "arguments": arguments, **inner}
         nested.append({"type": "function", **outer, "function": function})
     return nested
 
@@ -334,11 +354,14 @@ def _tools(tools) -> list | None:
 
 
 def _from_json(value):
-    """The parsed value of a JSON string; any other value unchanged."""
+    """The parsed value of a JSON string; any other value unchanged. Raises UserError for an object
+    with a key twice."""
     try:
-        return json.loads(value) if isinstance(value, str) and value else value
-    except (ValueError, RecursionError):
+        return DECODER.decode(value) if isinstance(value, str) and value else value
+    except (json.JSONDecodeError, RecursionError):
         return value
+    except ValueError as error:
+        raise UserError(f"broken JSON: {error}") from None
 
 
 def _is_part(value) -> bool:

@@ -23,7 +23,8 @@ from llm_demo.core.errors import UserError
 from llm_demo.job.files import DECODER, digest
 from llm_demo.job.text import counted, words_of
 
-FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")  # searched for in a folder
+# searched for in a folder
+FILES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}  # and their names in PyArrow
 NOT_READ = (".xz", ".zip", ".bz2", ".7z", ".lz4", ".tar", ".tgz", ".xlsx")
 LFS = b"version https://git-lfs.github.com/spec/v1"
@@ -33,6 +34,7 @@ NOT_FOR_TRAINING = re.compile(
     r"\.heldout\.|(?i:(^|[-_.])(test|validation|valid|val|dev|eval)([-_.]|$))"
 )
 NO_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+NO_ROWS = re.compile(r"^\.|^[^.]*$|\.md$", re.I)  # .gitattributes, LICENSE, README.md
 SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 # openai/gsm8k, openai/gsm8k:test, openai/gsm8k:main:train[:1000]
 HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*?)(?::([\w.-]+))??(?::(\w+(?:\[[\w:%-]*\])?))?")
@@ -58,6 +60,8 @@ def find_files(
                 f"{path}: {suffix_of(path)} files are not read: convert it to one of "
                 f"{', '.join(FILES)}, also with .gz or .zst"
             )
+        if files.count(path) > 1:
+            raise UserError(f"{path} is named twice: give it a weight instead, as in {path}*2")
     return files
 
 
@@ -133,6 +137,10 @@ def _in_folder(folder: str, say: Callable) -> list[str]:
         raise UserError(f"no such split: {folder}; name one of the folders beside it: {splits}")
     paths = _data_files(folder, "*")
     if files := _without(paths, NOT_FOR_TRAINING, say):
+        others = [entry.name for entry in os.scandir(folder) if entry.is_file()]
+        others = [name for name in others if not NO_ROWS.search(name)]
+        if others := sorted({*others} - {*map(os.path.basename, paths)} - {*NO_DATA}):
+            say(f"data: skipped, no data files by their names: {', '.join(others)}")
         return files
     holds = f"only {', '.join(map(os.path.basename, paths))}" if paths else "no data file"
     usable = _without(_data_files(folder, "*/*"), NOT_FOR_TRAINING, say=lambda line: None)

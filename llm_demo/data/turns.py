@@ -166,6 +166,8 @@ def _start(chat: Rendered, turn: int) -> int:
     codec, record, text, _ = chat
     before = record.messages[:turn]
     if not codec.template:
+        if not before:
+            raise NotLearnt(NO_PROMPT)
         head = plain(before, codec.tokenizer.eos_token)
         return len(head) + bool(head)
     head = codec.try_render(before, record, add_generation_prompt=True)

@@ -121,8 +121,6 @@ def outlive_terminal() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, _Stream):
-            if getattr(stream, "errors", None) == "strict":  # stderr is not
-                stream.reconfigure(errors="replace")
             setattr(sys, name, _Stream(stream))
             for logger in logging.root.manager.loggerDict.values():  # of libraries, imported before
                 for handler in getattr(logger, "handlers", ()):
@@ -138,8 +136,9 @@ class _Stream:
         return getattr(self._stream, name)
 
     def write(self, text):
-        moves = MOVES.match(text)[0]
-        return self._try(self._stream.write, moves + printable(text[len(moves) :]))
+        moves, encoding = MOVES.match(text)[0], getattr(self._stream, "encoding", None) or "utf-8"
+        text = printable(text[len(moves) :]).encode(encoding, "replace").decode(encoding)
+        return self._try(self._stream.write, moves + text)
 
     def flush(self):
         return self._try(self._stream.flush)
