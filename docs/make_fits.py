@@ -31,12 +31,16 @@ CARDS = {  # (number, kind): head of a column
     (2, "h200"): "2 x H200, 141 GB",
 }
 MORE = {  # further columns in docs
+    (2, "rtx3090"): "2 x RTX 3090, 24 GB",
+    (2, "a100"): "2 x A100, 80 GB",
     (2, "rx7900xtx"): "2 x RX 7900 XTX, 24 GB",
     (2, "mi210"): "2 x MI210, 64 GB",
     (2, "mi300x"): "2 x MI300X, 192 GB",
 }
 TOKENS = 65_536
-PRESETS = "teff speed memory zero lora cards".split()  # in bench/results/h200-x2, over NVLink
+PRESETS = (
+    "teff speed memory zero lora cards cards_ckpt cards_30 fit".split()
+)  # in bench/results/h200-x2, over NVLink
 DEVICE, HOST, ADAPTERS = "on the device", "host optimizer", "adapters"
 FOUR_BITS = "adapters, 4 bits"
 RANK = 16  # rank of the adapters
@@ -102,9 +106,8 @@ def measured(model: str, way: str) -> str:
                 speed = round(result["summary"]["median_slots_per_s"])
                 flags = re.sub(r"--(optimizer_on_host|lora_rank \d+)", "", row["flags"]).strip()
                 flags = flags.replace("--", "").replace("reshard_after_forward", "reshard")
-                flags = re.sub(r" *device_memory_gb (\d+)", r", in \1 GiB a card", flags).strip(
-                    ", "
-                )
+                flags = re.sub(r" *device_memory_gb (\d+)", r", in \1 GiB a card", flags)
+                flags = flags.strip(", ")
                 how = (f"{row['engine']} {row['micro']}", f"GA {row['ga']}", "ckpt" * row["ckpt"])
                 words = ", ".join(filter(None, (*how, flags, "one card" * (row["gpus"] == 1))))
                 fastest = max(fastest, (speed, f"{speed:,} ({words})"))

@@ -18,7 +18,14 @@ from llm_demo.core.loss import CHUNK_ROWS, HEAD_SLICE, SLIM
 from llm_demo.core.mesh import World
 from llm_demo.job.activations import count_blocks
 from llm_demo.job.choices import has_fused_kernels
-from llm_demo.job.costs import experts_of, heads_of, heads_of_rule, kinds_of, mixed_blocks
+from llm_demo.job.costs import (
+    experts_of,
+    heads_of,
+    heads_of_rule,
+    is_hybrid,
+    kinds_of,
+    mixed_blocks,
+)
 from llm_demo.job.device import free_host_memory, this_device
 from llm_demo.job.dist import once_per_node
 
@@ -26,7 +33,9 @@ GB = 2**30
 # per chosen expert with its probability: kept, so that the recomputation has the same ones
 CHOICES = 12
 UNUSED, CONTEXT = "reserved, unused", "CUDA and NCCL"
-SCATTERED = 0.04  # of what is allocated: the allocator's free memory between it
+# Of what is allocated: the allocator's free memory between it. Twice as much if blocks of two kinds
+# are recomputed (measured: 4B with linear attention).
+SCATTERED = 0.04
 CONTEXT_GB = 1.2  # measured on two H100
 RULE_CHUNK = 64  # tokens that a kernel of a delta rule takes together
 PROCESS = 2.1  # GiB of host memory: Python, PyTorch, CUDA; measured beside 0.6B to 14B on H200
@@ -58,7 +67,8 @@ def peak(held: Held, args, config, compute, train) -> dict[str, float]:
     all_parts = [(w, held.optimizer, grads, *beside[when]) for w, grads, when in held.times]
     names = ("weights", "optimizer", "gradients", "activations", "loss")
     gb = {name: size / GB for name, size in zip(names, max(all_parts, key=sum), strict=True)}
-    return {**gb, UNUSED: SCATTERED * sum(gb.values()), CONTEXT: CONTEXT_GB}
+    scattered = SCATTERED * (1 + (is_hybrid(config) and args.use_activation_checkpointing))
+    return {**gb, UNUSED: scattered * sum(gb.values()), CONTEXT: CONTEXT_GB}
 
 
 def fullest(ranks: list[Held], args, config, compute, train) -> dict[str, float]:

@@ -130,11 +130,12 @@ def test_nvidias_gpus_are_counted_but_not_opened(monkeypatch):
     ([("Radeon VII", "gfx905", 60)], "6.4", "none of PyTorch's ROCm builds has it"),
     ([("NVIDIA RTX 4090", "sm_89", 128), ("NVIDIA H200", "sm_90", 132)], None, "of one kind"),
     ([("NVIDIA H100", "sm_90", 132), ("NVIDIA H200", "sm_90", 132)], None, "of one kind"),
-    ([("NVIDIA V100", "sm_70", 80)], None, "no code for sm_70: install a build that has it"),
+    ([("NVIDIA V100", "sm_70", 80)], None, "no code for sm_70: PyTorch's builds for CUDA 12.6"),
+    ([("NVIDIA RTX 5090", "sm_120", 170)], None, "no code for sm_120: install a newer torch"),
 ])  # fmt: skip
 def test_gpus_that_cant_be_used_are_refused(gpus, hip, words, monkeypatch, record_property):
     record_property("bad inputs", 1)
-    fake(monkeypatch, *gpus, hip=hip, archs=WHEEL if hip else ["sm_80", "sm_90", "compute_90"])
+    fake(monkeypatch, *gpus, hip=hip, archs=WHEEL if hip else ["sm_80", "sm_90"])
     with pytest.raises(UserError) as error:
         devices.refuse_gpus(range(len(gpus)))
     assert words in str(error.value) and "\n" not in str(error.value)
@@ -147,7 +148,7 @@ def test_nodes_with_other_gpus_are_refused(record_property):
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     code = "import os\nfrom llm_demo.job import dist\ndist.drawn_on = lambda: os.environ['KIND']\n"
-    code += "from llm_demo.job.process import command\ncommand(dist.start)"
+    code += "dist.run(dist.start)"
     node = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_PORT": port}
     node |= {"MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": ""}
     ranks = [

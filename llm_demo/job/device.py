@@ -141,7 +141,9 @@ def no_code(device: Device) -> str:
     if _has_code(device):
         return ""
     if device.vendor == "nvidia":
-        return "install a build that has it: an older torch for an older GPU, or a newer one"
+        if int(device.arch.removeprefix("sm_")) < 75:
+            return "PyTorch's builds for CUDA 12.6 have it (sm_50 to sm_90): install one of those"
+        return "install a newer torch, for a newer CUDA"
     rows = map(str.split, Path(__file__).with_name("rocm_builds.txt").read_text().splitlines())
     names = [name for name, *archs in rows if name != "#" and device.arch in archs]
     if not names:
