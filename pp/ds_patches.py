@@ -6,6 +6,7 @@ replaces."""
 
 import functools
 import sys
+import warnings
 from importlib.metadata import version
 
 import torch
@@ -43,6 +44,9 @@ need(vars(deepspeed.runtime.zero.utils), "ZERO_SUPPORTED_OPTIMIZERS").append(Com
 
 def join_group(device: torch.device) -> None:
     """Make DeepSpeed use the existing process group."""
+    # PyTorch 2.13 renamed two collectives, which stage 3 calls thousands of times.
+    old = ".*(all_gather_into_tensor|reduce_scatter_tensor)"
+    warnings.filterwarnings("ignore", old, FutureWarning)
     if device.type == "cpu":
         # It compiles an all-reduce for inference: 30 s, a compiler, and 132 MiB in /dev/shm. The
         # module is looked up by name, because `import deepspeed.comm.torch` gives PyTorch itself.

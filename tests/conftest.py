@@ -240,6 +240,7 @@ def torchrun(processes: int, script, *args, **options):
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     done = run([sys.executable, *launch, script, *args], **options)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    assert "FutureWarning: `torch.distributed" not in done.stderr, done.stderr[-3000:]
     return done
 
 

@@ -1,6 +1,5 @@
 """DeepSpeed's ZeRO engine: its switches, its configuration, the sharded model."""
 
-import warnings
 
 import torch
 
@@ -98,6 +97,4 @@ def make_engine(model: DecoderLoss, optimizer: torch.optim.Optimizer, config: di
     with quiet():
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     patch_zero(engine)
-    # PyTorch 2.13 renamed a collective that stage 3 calls thousands of times
-    warnings.filterwarnings("ignore", ".*all_gather_into_tensor", FutureWarning)
     return engine
