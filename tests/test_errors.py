@@ -436,6 +436,7 @@ BAD = [
     ("fsdp", f"{QWEN} --router_aux_loss 1 --freeze_router", "drop --freeze_router"),
     ("fsdp", f"{QWEN} --no_save --save_every 5", "--save_every needs checkpoints"),
     ("fsdp", f"{QWEN} --no_save --keep_best", "--keep_best needs checkpoints"),
+    ("fsdp", "--eval_json none --keep_best", "--keep_best needs held-out data: --eval_json or"),
     ("fsdp_pp", f"{QWEN} --router_aux_loss 1", "router_aux_loss: only for"),
 ]  # fmt: skip
 CASES = [(kind, flags, message) for kinds, flags, message in BAD for kind in kinds.split()]

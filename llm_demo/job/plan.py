@@ -218,10 +218,11 @@ def contents(packs: Packs) -> dict[str, str]:
 
 
 def check_data(args: Args, world: World, train: Packs, heldout: Packs | None, config) -> Data:
-    """Raises UserError for data that nodes or the model's embedding don't have, and for an early
-    stop without held-out data."""
-    if args.early_stopping and not heldout:
-        raise UserError("--early_stopping needs held-out data: --eval_json or --eval_fraction")
+    """Raises UserError for data that nodes or the model's embedding don't have, and for flags that
+    need held-out data without it."""
+    for flag in ("early_stopping", "keep_best"):  # the first sets the second
+        if getattr(args, flag) and not heldout:
+            raise UserError(f"--{flag} needs held-out data: --eval_json or --eval_fraction")
     held = {f"held-out {k}": v for k, v in heldout.stats.identity.items()} if heldout else {}
     model = {"model configuration": fingerprint(config)}
     same_on_all_nodes(world, train.stats.identity | held | model)
