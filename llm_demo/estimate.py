@@ -67,7 +67,7 @@ def peak(held: Held, args, config, compute, train) -> dict[str, float]:
     all_parts = [(w, held.optimizer, grads, *beside[when]) for w, grads, when in held.times]
     names = ("weights", "optimizer", "gradients", "activations", "loss")
     gb = {name: size / GB for name, size in zip(names, max(all_parts, key=sum), strict=True)}
-    scattered = SCATTERED * (1 + (is_hybrid(config) and args.use_activation_checkpointing))
+    scattered = SCATTERED * (2 if is_hybrid(config) and args.use_activation_checkpointing else 1)
     return {**gb, UNUSED: scattered * sum(gb.values()), CONTEXT: CONTEXT_GB}
 
 

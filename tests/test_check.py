@@ -376,10 +376,13 @@ def test_a_card_that_throttles_is_seen(faked):
     assert (level, "without a fan" in fix) == ("warning", True) and load in text
     gpu["load"] = load.replace(" (at its limit)", "")
     assert lines_of.gpu_line(0, [gpu])[0] == "ok"
+    faked.file(f"sys/bus/pci/devices/{bus}/hwmon/hwmon3/temp2_crit", "0")  # no limit
+    assert " 99 °C, 221 of 290 W" in experiments._load("amd", bus)
     for name in AMD_SENSORS:  # a driver that has few of them
         (faked.root / "sys/bus/pci/devices" / bus / name).unlink()
     faked.file(f"sys/bus/pci/devices/{bus}/hwmon/hwmon3/power1_input", "99000000")
-    assert experiments._load("amd", bus) == "? of ? MHz, nan of nan °C, 99 of nan W"
+    faked.file(f"sys/bus/pci/devices/{bus}/hwmon/hwmon3/temp1_input", "N/A")
+    assert experiments._load("amd", bus) == "99 W"
 
 
 def test_what_torch_sees_on_two_faked_mi100(faked, monkeypatch):

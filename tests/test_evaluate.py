@@ -207,9 +207,7 @@ def test_bad_data_is_one_line_before_a_model_is_loaded(folder, tmp_path, monkeyp
     path.write_text('{"input_ids": [1, 2, 5000000]}\n')
     command = ["evaluate", "--models", str(folder / "base"), "--data", str(path)]
     monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(
-        UserError, match="x.jsonl, row 1: token 5000000, but the model knows 4096 only"
-    ):
+    with pytest.raises(UserError, match="x.jsonl:1: token 5000000, but the model knows 4096 only"):
         evaluate.main()
     path.unlink()
     monkeypatch.setattr(evaluate, "find_model", None)

@@ -195,6 +195,8 @@ WAYS_TO_CALL = {
     "beside": {"tool_calls": [{"function": {"name": "f"}, "arguments": {"x": 1}}]},
     "beside null": {"tool_calls": [{"function": None, "name": "f", "kwargs": {"x": 1}}]},
     "a null": {"tool_calls": [{"name": "f", "arguments": None, "parameters": {"x": 1}}]},
+    "twice": {"tool_calls": [{"name": "f", "arguments": '{"x":1}', "parameters": {"x": 1}}]},
+    "empty text": {"tool_calls": [{"name": "f", "arguments": "{}", "input": {"x": 1}}]},
     "list as text": {"tool_calls": '[{"name": "f", "arguments": {"x": 1}}]'},
     "older key": {"function_call": {"name": "f", "arguments": '{"x": 1}'}, "content": None},
     "turn": {"role": "function_call", "content": '{"name": "f", "arguments": "{\\"x\\": 1}"}'},
@@ -213,6 +215,20 @@ def test_one_call_in_any_encoding(tmp_path, way, template):
     assert first(packs) == golden(f"<S>user\nhi<E>\n<S>assistant\n{learnt}")
 
 
+def test_a_call_keeps_its_place(tmp_path):
+    """What stands beside a function is not put into it, and a call may have no arguments."""
+    template = AS_TEXT.replace("c.function.arguments", "(c.function | tojson)")
+    turns = turns_of("hi", "")
+    for more in ({"type": "tool_use"}, {"extra_content": {"x": 1}}):
+        call = {"id": "1", "name": "f", "arguments": {}, **more}
+        nested = {"function": {"name": "f", "arguments": "{}"}, **more}
+        for each in (call, nested):
+            turns[1]["tool_calls"] = [each]
+            path = write(tmp_path / "x.jsonl", {"messages": turns})
+            text = '⟦[f] {"name": "f", "arguments": {}}<E>⟧\n'
+            assert first(load(path, make_tokenizer(template))) == golden(YO[:-8] + text), more
+
+
 def test_reasoning_by_other_names(tmp_path):
     expected = golden("<S>user\nhi<E>\n<S>assistant\n⟦<think>\nr\n</think>\n\nyo<E>⟧\n")
     for key in ("reasoning_content", "reasoning", "thinking"):
@@ -222,9 +238,9 @@ def test_reasoning_by_other_names(tmp_path):
         packs = load(path, make_tokenizer(QWEN3), log=said.append)
         assert first(packs) == expected
         assert not any("unused" in line for line in said)
-    turns[1] |= {"reasoning": "", "reasoning_content": None}  # beside what is under "thinking"
-    path = write(tmp_path / "beside.jsonl", {"messages": turns})
-    assert first(load(path, make_tokenizer(QWEN3))) == expected
+    for more in ({"reasoning": "", "thinking": "r"}, {"reasoning": "r", "thinking": "r\n"}):
+        path = write(tmp_path / "x.jsonl", {"messages": [turns[0], turns[1] | more]})
+        assert first(load(path, make_tokenizer(QWEN3))) == expected
 
 
 def test_golden_numbers(tmp_path):
@@ -251,7 +267,8 @@ def test_variants_of_a_turn(tmp_path):
     sharegpt = {"system": "be brief", **SAME_ROW["conversations"]}
     nulls = [turn | {"role": None, "content": None} for turn in sharegpt["conversations"]]
     empty = [turn | {"content": ""} for turn in sharegpt["conversations"]]
-    sharegpts = [sharegpt, *(sharegpt | {"conversations": each} for each in (nulls, empty))]
+    parts = [turn | {"content": [PART | {"text": turn["value"]}]} for turn in empty]
+    sharegpts = [sharegpt, *(sharegpt | {"conversations": each} for each in (nulls, empty, parts))]
     expected = golden(f"<S>system\nbe brief<E>\n{YO}")
     for row in ({"messages": turns}, {"messages": json.dumps(turns)}, *sharegpts):
         assert first(load(write(tmp_path / "x.jsonl", row), seq_len=96)) == expected
@@ -271,6 +288,11 @@ def test_prompt_as_messages_is_context_only(tmp_path):
     packs = load(write(tmp_path / "x.jsonl", row), seq_len=128)
     text = "<S>user\na<E>\n<S>assistant\nb<E>\n<S>user\nc<E>\n<S>assistant\n⟦d<E>⟧\n"
     assert first(packs) == golden(text)
+    row = {key: json.dumps(turns) for key, turns in row.items()}  # as a table has it
+    assert first(load(write(tmp_path / "y.jsonl", row), seq_len=128)) == golden(text)
+    row = {"prompt": "[1]", "completion": "[]"}  # but not what is no list of messages
+    text = "<S>user\n[1]<E>\n<S>assistant\n⟦[]<E>⟧\n"
+    assert first(load(write(tmp_path / "z.jsonl", row))) == golden(text)
 
 
 def test_reading_tolerates_bom_blank_lines_and_crlf(tmp_path):
@@ -286,8 +308,12 @@ def test_files_by_list_and_glob(tmp_path):
     b = write(tmp_path / "b.jsonl", SAME_ROW["prompt"])
     held_out = write(tmp_path / "a.heldout.jsonl", {"text": "ccc"})
     assert find_files(f"{b}, {a}") == [b, a]
-    for twice in (f"{a},{b},{a}", f"{tmp_path},{a}"):  # a held-out document would be learnt
-        with pytest.raises(UserError, match="a.jsonl is named twice: give it a weight instead"):
+    for twice in (
+        f"{a},{b},{a}",
+        f"{tmp_path},{a}",
+        f"{a},{tmp_path}/./a.jsonl",
+    ):  # a held-out document would be learnt
+        with pytest.raises(UserError, match="a.jsonl is named twice: name it once"):
             find_files(twice)
     assert find_files(f"{tmp_path}/*.jsonl") == [a, b]  # what is evaluated on is not trained on
     assert find_files(f"{tmp_path}/*.heldout.jsonl") == [held_out]
@@ -333,7 +359,7 @@ BAD_ROWS = {
                           CALL | {"args": {"x": 1}, "parameters": {"x": 2}}]}]}],
                       [":1: messages[0]: call of f: 'parameters' and 'args' differ: keep one"]),
     "no arguments": ([{"messages": [{"role": "assistant", "tool_calls": [
-                         CALL | {"params": {"x": 1}}]}]}],
+                         {"name": "f", "params": {"x": 1}}]}]}],
                      [":1: messages[0]: the call of f has 'params' but no 'arguments'"]),
     "a key twice in a call": (
         [{"conversations": [{"from": "function_call", "value": f'{{"name": "f", "x": {TWICE}}}'}]}],
@@ -361,13 +387,14 @@ BAD_ROWS = {
                        [":1: a row is one turn (role, text): collect the turns"]),
     "one turn, content": ([{"role": "user", "content": "x"}], [":1: unknown", "collect the turns"]),
     "columns": ([{"prompt": {"0": "x"}, "completion": {"0": "y"}}], ["orient='records'"]),
-    "no list": ([{"messages": "x"}], [":1: 'messages' must be a list of turns, not a string"]),
+    "no list": ([{"messages": "x"}],
+                [":1: 'messages' must be a list of turns, not a string that is not JSON"]),
     "no turn": ([{"messages": ["x"]}], [":1: messages[0] must be an object, not a string"]),
     "surrogate": ([{"text": "\ud83d"}], [":1: text contains half a surrogate pair"]),
     "tool call": ([{"messages": [{"role": "assistant", "tool_calls": ["f"]}]}],
                   [":1: messages[0]: tool_calls must be a list of function calls"]),
     "reasoning": ([{"messages": [{"role": "assistant", "content": "x", "reasoning_content": 1}]}],
-                  [":1: messages[0]: the reasoning must be text, not a number"]),
+                  [":1: messages[0]: reasoning_content must be text, not a number"]),
     "tools": ([{**SAME_ROW["messages"], "tools": "{"}], [":1: 'tools' must be a list"]),
 }  # fmt: skip
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import refused
-from test_labels import QWEN3
+from test_labels import AS_TEXT, QWEN3
 from tiny_tokenizer import (
     CHATML,
     first,
@@ -153,6 +153,31 @@ def test_a_key_that_a_template_reads_elsewhere_is_listed(tmp_path):
     load(path, template, said)
     line = f"data: {path}: unused keys in turns: name (1 row), reasoning_content (1 row)"
     assert line in said
+
+
+@pytest.mark.parametrize("how", ["empty at first", "refused at first", "as text", "at the end"])
+def test_a_key_that_is_used_is_not_listed(how, tmp_path):
+    row = [{"role": "user", "content": "hi", "name": "Eve"}, {"role": "assistant", "content": "yo"}]
+    before, template = [], CHATML.replace("m.role", "(m.name or m.role)", 1)
+    if how == "empty at first":
+        before = [[row[0] | {"name": ""}, row[1]]]
+    if how == "refused at first":
+        template = (
+            "{% if messages[0].content == 'no' %}{{ raise_exception('no') }}{% endif %}" + template
+        )
+        before = [[row[0] | {"content": "no"}, row[1]]]
+    if how == "as text":
+        template = AS_TEXT.replace("m.role", "(m.name or m.role)", 1)
+        row[1] = {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}
+    if how == "at the end":
+        template = CHATML.replace(
+            "m.role", "(m.name if m.name and messages | length > 2 else m.role)", 1
+        )
+        before, row = [row], [{"role": "system", "content": "s"}, *row]
+    path = write(tmp_path / "x.jsonl", *({"messages": turns} for turns in (*before, row)))
+    said = []
+    load(path, template, said)
+    assert not [line for line in said if "unused" in line]
 
 
 def test_tool_calls_of_sharegpt(tmp_path):

@@ -1,6 +1,5 @@
 """DeepSpeed's ZeRO engine: its switches, its configuration, the sharded model."""
 
-
 import torch
 
 from llm_demo.core.decoder import Blocks, DecoderLoss, Tail, materialise

@@ -8,7 +8,6 @@ import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from math import nan
 
 import torch
 import torch.distributed as dist
@@ -127,20 +126,21 @@ def _load(vendor: str, bus: str) -> str:
     if vendor == "nvidia":
         query = f"--query-gpu={FIELDS}", "--format=csv"
         return tool("nvidia-smi", "-i", bus, *query, limit=5) or ""
+    time.sleep(0.1)  # a product is running by then
     folder, files = probe_root() / "sys/bus/pci/devices" / bus, {}
     for file in (*folder.glob("hwmon/*/*_*"), folder / "pp_dpm_sclk"):
         with contextlib.suppress(OSError):  # a sensor that is off
             files[file.name] = file.read_text().strip()
-    if not files:
-        return ""
-    sensor = lambda unit, *names: next((int(files[n]) / unit for n in names if n in files), nan)  # noqa: E731
-    spot = next((name for name, text in files.items() if text == "junction"), "temp1_label")
-    heat, limit = (sensor(1e3, spot.replace("label", of)) for of in ("input", "crit"))
+    number = lambda name: float(text) if (text := files.get(name, "")).isdecimal() else 0.0  # noqa: E731
+    of = lambda limit, unit: f" of {limit:.0f} {unit}" if limit else f" {unit}"  # noqa: E731
     clocks = re.findall(r"(\d+)Mhz( \*)?", files.get("pp_dpm_sclk", ""))  # * marks the current one
-    now, most = next((c for c, mark in clocks if mark), "?"), clocks[-1][0] if clocks else "?"
-    text = f"{now} of {most} MHz, {heat:.0f} of {limit:.0f} °C" + AT_LIMIT * (heat > limit - 2)
-    power = sensor(1e6, "power1_average", "power1_input")
-    return f"{text}, {power:.0f} of {sensor(1e6, 'power1_cap'):.0f} W"
+    parts = [f"{mhz}{of(float(clocks[-1][0]), 'MHz')}" for mhz, now in clocks if now]
+    spot = next((name for name, text in files.items() if text == "junction"), "temp1_label")
+    heat, limit = (number(spot.replace("label", end)) / 1e3 for end in ("input", "crit"))
+    parts += [f"{heat:.0f}{of(limit, '°C')}" + AT_LIMIT * (0 < limit - 2 < heat)] * bool(heat)
+    power = number("power1_average") or number("power1_input")
+    parts += [f"{power / 1e6:.0f}{of(number('power1_cap') / 1e6, 'W')}"] * bool(power)
+    return ", ".join(parts)
 
 
 def _seconds(run, least):

@@ -145,15 +145,16 @@ def gpu_line(i: int, devices: list[dict]) -> tuple:
         text += f", {dtype} {rate:.0f} TFLOP/s"
         text += f" ({100 * shares[dtype]:.0f}% of peak)" * (dtype in shares)
     text += f"; {' = '.join(gpu['load'].splitlines())}" * bool(gpu["load"])
+    ask = {"nvidia": "nvidia-smi -q -d PERFORMANCE", "amd": "amd-smi metric"}[gpu["vendor"]]
+    fix = f"end other programs on it; is it throttled ({ask})?"
     if AT_LIMIT in gpu["load"]:
-        return WARNING, name, text, "cool it: a card without a fan needs a strong one beside it"
-    fix = "end other programs on it; is it throttled (nvidia-smi -q -d PERFORMANCE)?"
+        fix = "cool it: a card without a fan needs a strong one beside it"
     if rates["bf16"] < 0.9 * best:
         text += f": {100 * rates['bf16'] / best:.0f}% of the fastest GPU"
         return WARNING, name, text, fix
     if min(shares.values(), default=1) < 0.5:
         return WARNING, name, f"{text}: less than half of its peak", fix
-    return OK, name, text, ""
+    return (WARNING, name, text, fix) if AT_LIMIT in gpu["load"] else (OK, name, text, "")
 
 
 def product_lines(gpu: dict) -> list:

@@ -19,8 +19,16 @@ import numpy as np
 
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import Packs
-from llm_demo.data.labels import Codec, encode
-from llm_demo.data.records import REAL, RowFormat, detect_format, keys_of, to_record
+from llm_demo.data.labels import Codec, arguments_as_text, encode
+from llm_demo.data.records import (
+    ARGUMENTS,
+    EMPTY,
+    REAL,
+    RowFormat,
+    detect_format,
+    keys_of,
+    to_record,
+)
 from llm_demo.data.sources import hub_parts, place_of, read_rows
 from llm_demo.data.turns import Record, Sample, assistant
 from llm_demo.job.cache import verified
@@ -31,6 +39,7 @@ ROWS_AT_A_TIME = 1000  # rows tokenised in one call
 SHARE, STEP, LONGEST_DEFAULT = 0.99, 128, 4096
 # of turns, and of the assistant's: always used
 TURN_KEYS, ANSWER_KEYS = {"role", "content"}, {"tool_calls", "reasoning_content"}
+TRIES, USED = 10, -1  # a template may use a key in some turns only
 TEXT_ARGUMENTS = "arguments of tool calls as JSON text"
 FLAT = {"tokens.int32": np.int32, "learnt.bool": bool}  # the flat files
 NOTED = ("also used", "unused keys", "unused keys in turns")
@@ -210,10 +219,11 @@ def _tokenise(
     files: list[str], codec: Codec, flags, stats: Stats
 ) -> Iterator[tuple[Sample, int, int]]:
     """Yield all documents, uncut, each with the numbers of its file and row."""
-    size, turn_keys = sum(os.path.getsize(path) for path in files if not hub_parts(path)), {}
+    size, tries = sum(os.path.getsize(path) for path in files if not hub_parts(path)), {}
     with progress(what="tokenising", total=size, unit="B") as bar:
         for number, path in enumerate(files):
             rows, place, row_format = read_rows(path, bar), f"{path}{place_of(path)}", None
+            turn_keys = Counter()
             while chunk := list(itertools.islice(rows, ROWS_AT_A_TIME)):
                 if not row_format:
                     n, row = chunk[0]
@@ -225,13 +235,16 @@ def _tokenise(
                 rows_read = zip(chunk, records, encode(codec, records), strict=True)
                 for (n, row), record, (sample, reasons) in rows_read:
                     _count_keys(file, row, row_format, record, codec.template)
-                    file.noted[NOTED[2]].update(_unused_in_turns(codec, record, turn_keys))
+                    _try_turn_keys(codec, record, tries, turn_keys)
                     if isinstance(sample, str):
                         _count(stats.skipped, sample, number, n)
                         continue
                     for reason, turns in (+reasons).items():
                         _count(stats.turns, reason, number, n, turns)
                     yield sample, number, n
+            for (key, role), n in sorted(turn_keys.items()):
+                if tries[key, role] != USED:
+                    file.noted[NOTED[2]][key] += n
 
 
 def _count(left_out: dict[str, LeftOut], reason: str, file: int, row: int, turns: int = 0) -> None:
@@ -257,29 +270,39 @@ def _count_keys(
     file.noted[NOTED[1]].update(unused)
 
 
-def _unused_in_turns(codec: Codec, record: Record, used: dict) -> list[str]:
-    """The keys of a row's turns that its text does not depend on. used: {(role, key): whether it is
-    used}, filled by the first turn that has one."""
-    unused = set()
+def _try_turn_keys(codec: Codec, record: Record, tries: dict, rows: Counter) -> None:
+    """Find out whether the template uses the other keys of a row's turns: whether its text changes
+    without one of them. tries: {(key, role): how often it has not, USED once it has}. rows: of each
+    (key, role) that is not known to be used."""
+    seen = set()
     for number, message in enumerate(record.messages or ()):
         always = TURN_KEYS | (ANSWER_KEYS if assistant(message) else set())
-        for key in message.keys() - always:
-            place = message["role"], key
-            if place not in used:
+        for key in sorted(message.keys() - always):
+            place = key, message["role"]
+            if message[key] in EMPTY or tries.setdefault(place, 0) == USED:
+                continue
+            if codec.template and tries[place] < TRIES:
                 without = {k: v for k, v in message.items() if k != key}
                 messages = [*record.messages[:number], without, *record.messages[number + 1 :]]
-                texts = [codec.try_render(each, record) for each in (record.messages, messages)]
-                used[place] = bool(codec.template) and texts[0] != texts[1]
-            if not used[place]:
-                unused.add(key)
-    return sorted(unused)
+                both = record, record._replace(messages=messages)
+                forms = both, map(arguments_as_text, both)  # see labels
+                texts = [[codec.try_render(r.messages, r) for r in form] for form in forms]
+                texts = [(text, other) for text, other in texts if text is not None]
+                if texts:
+                    used = any(text != other for text, other in texts)
+                    tries[place] = USED if used else tries[place] + 1
+            if tries[place] != USED and key not in seen:
+                rows[place] += 1
+                seen.add(key)
 
 
 def _text_arguments(turn) -> bool:
     """Whether a turn of a row has a tool call whose arguments are JSON text."""
     calls = (turn.get("tool_calls") or []) if isinstance(turn, dict) else []
     return isinstance(calls, str) or any(
-        isinstance((call.get("function") or call).get("arguments"), str) for call in calls
+        isinstance((call.get("function") or call).get(key), str)
+        for call in calls
+        for key in ARGUMENTS
     )
 
 

@@ -205,7 +205,7 @@ def _render(codec: Codec, record: Record) -> tuple[Record, str]:
         return record, plain(record.messages, eos)
     rendered, reasons = [], []
     # Most templates take a call's arguments as an object, some (DeepSeek-V3) only as JSON text.
-    for form in (record, _arguments_as_text(record)) if calls else (record,):
+    for form in (record, arguments_as_text(record)) if calls else (record,):
         try:
             text = codec.tokenizer.apply_chat_template(
                 form.messages, tools=form.tools, tokenize=False
@@ -229,7 +229,7 @@ def _render(codec: Codec, record: Record) -> tuple[Record, str]:
     return form, text + codec.closing(form.messages)
 
 
-def _arguments_as_text(record: Record) -> Record:
+def arguments_as_text(record: Record) -> Record:
     """The record with the arguments of its calls as JSON text."""
     messages = copy.deepcopy(record.messages)
     for call in [call for m in messages for call in m.get("tool_calls", [])]:

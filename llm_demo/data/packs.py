@@ -15,7 +15,7 @@ from llm_demo.core.errors import UserError
 from llm_demo.core.rows import IGNORE_INDEX, Packs
 from llm_demo.data.build import LONGEST_DEFAULT, read, write_documents
 from llm_demo.data.labels import Codec
-from llm_demo.data.sources import content_of, find_files, suffix_of
+from llm_demo.data.sources import content_of, find_files, place_of, suffix_of
 from llm_demo.job.cache import build
 from llm_demo.job.files import cache_folder
 from llm_demo.job.text import counted, progress
@@ -272,5 +272,6 @@ def refuse_unknown_tokens(packs: list[Packs], vocab_size: int) -> None:
         files = [file.path for file in p.stats.files if file.format == "tokens"]
         if files and (largest := int(p.tokens.max())) >= vocab_size:
             doc = np.searchsorted(p.doc_start, int(p.tokens.argmax()), "right") - 1
-            where = f"{p.stats.files[p.doc_file[doc]].path}, row {p.doc_row[doc]}"
+            path = p.stats.files[p.doc_file[doc]].path
+            where = f"{path}{place_of(path)}{p.doc_row[doc]}"
             raise UserError(f"{where}: token {largest}, but the model knows {vocab_size} only")

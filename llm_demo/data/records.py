@@ -1,5 +1,6 @@
 """Turns rows of seven formats into records: conversations, text or token ids."""
 
+import contextlib
 import itertools
 import json
 import re
@@ -51,7 +52,7 @@ MARKS = ("weight", "train", "loss_mask", "loss")  # keys of a turn; 0 or false: 
 REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a turn, all for the first
 CONTENT = ("content", "value")
 ARGUMENTS = ("arguments", "parameters", "args", "input", "kwargs")  # of a call, likewise
-TEXT_PARTS = ("text", "input_text", "output_text")
+TEXT_PARTS = (None, "text", "input_text", "output_text")  # types
 TURN = {"role", "from", *CONTENT, "tool_calls", "function_call", *REASONING}
 ONLY_TEXT = "only text can be learnt: leave such rows out"
 CHOICES = {"choices", "options"}  # a question of several choices, which the answer may only number
@@ -154,8 +155,8 @@ def _to_record(row: dict, row_format: RowFormat) -> Record:
         texts = [_text(values[0], keys[0]), *(_text(optional[key], key) for key in more)]
         values[0] = "\n\n".join(text for text in texts if text.strip())
     prompt, completion = (
-        _messages(value, key)
-        if isinstance(value, list) and value and not _is_part(value[0])
+        _messages(turns, key)
+        if isinstance(turns := _turns_in(value), list) and turns and not _is_part(turns[0])
         else [{"role": role, "content": _text(value, key)}]
         for value, key, role in zip(values, keys, ("user", "assistant"), strict=True)
     )
@@ -249,7 +250,8 @@ def _messages(turns, key: str) -> list[dict]:
     which null is the same as no key."""
     turns = _from_json(turns)  # in a table
     if not isinstance(turns, list):
-        raise UserError(f"{key!r} must be a list of turns, not {_kind(turns)}")
+        what = "a string that is not JSON" if isinstance(turns, str) else _kind(turns)
+        raise UserError(f"{key!r} must be a list of turns, not {what}")
     return [_message(turn, f"{key}[{number}]") for number, turn in enumerate(turns)]
 
 
@@ -268,7 +270,7 @@ def _message(turn, place: str) -> dict:
                 f"{place}: {mark} must be 0 or 1 (or false or true), not {value!r}: "
                 "fractional weights are not supported"
             )
-    content, calls = _value(CONTENT, place, turn), _from_json(turn.get("tool_calls"))
+    (_, content), calls = _value(CONTENT, place, turn), _from_json(turn.get("tool_calls"))
     if call := turn.get("function_call"):  # OpenAI's older key
         if calls:
             raise UserError(f"{place} has tool_calls and function_call: keep one")
@@ -282,27 +284,39 @@ def _message(turn, place: str) -> dict:
         content = ""  # OpenAI writes null beside tool calls
     calls = {"tool_calls": _calls(calls, place)} if calls else {}
     message = {"role": ROLES[name], "content": _text(content, place), **calls}
-    if (reasoning := _value(REASONING, place, turn)) is not None:
-        message[REASONING[0]] = _text(reasoning, f"{place}: the reasoning")
+    key, reasoning = _value(REASONING, place, turn)
+    if reasoning is not None:
+        message[REASONING[0]] = _text(reasoning, f"{place}: {key}")
     return message | {k: v for k, v in turn.items() if k not in TURN and v is not None}
 
 
-def _value(keys: tuple[str, ...], place: str, *objects: dict):
-    """What these objects have under one of the keys; None if nothing. Raises UserError if two
-    differ."""
+def _value(keys: tuple[str, ...], place: str, *objects: dict) -> tuple[str, object]:
+    """(key, value) of what these objects have under one of the keys; ("", None) if nothing. Raises
+    UserError if two differ."""
     given = [(key, each[key]) for each in objects for key in keys if each.get(key) is not None]
-    given = [pair for pair in given if pair[1] not in EMPTY] or given[:1] or [("", None)]
+    if len(given) > 1:
+        given = [(k, v) for k, v in given if _meaning(v) not in EMPTY] or given[:1]
     for key, value in given[1:]:
-        if value != given[0][1]:
+        if _meaning(value) != _meaning(given[0][1]):
             raise UserError(f"{place}: {given[0][0]!r} and {key!r} differ: keep one")
-    return given[0][1]
+    return given[0] if given else ("", None)
+
+
+def _meaning(value):
+    """A value in a form that can be compared: the text of parts, an object behind JSON text."""
+    with contextlib.suppress(UserError):
+        value = _text(value, "").strip()
+    if isinstance(value, str) and value.startswith("{"):
+        with contextlib.suppress(ValueError, RecursionError):
+            return DECODER.decode(value)
+    return None if value is False else value
 
 
 def _text(value, place: str) -> str:
     """A string; OpenAI content parts are joined if all are text."""
     if isinstance(value, list) and value and all(_is_part(part) for part in value):
-        text = [part["type"] in TEXT_PARTS and isinstance(part.get("text"), str) for part in value]
-        if bad := [part["type"] for part, is_text in zip(value, text, strict=True) if not is_text]:
+        fits = [part["type"] in TEXT_PARTS and isinstance(part.get("text"), str) for part in value]
+        if bad := [part["type"] for part, is_text in zip(value, fits, strict=True) if not is_text]:
             raise UserError(f"{place} has a part of type {bad[0]!r}; only text is supported")
         value = "".join(part["text"] for part in value)
     if not isinstance(value, str):
@@ -322,10 +336,10 @@ def _calls(calls, place: str) -> list[dict]:
         if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
             raise UserError(f"{place}: tool_calls must be a list of function calls")
         name, objects = function["name"], [function] if function is call else [function, call]
-        arguments = _value(ARGUMENTS, f"{place}: call of {name}", *objects) or {}
-        known = ("name", "function", *ARGUMENTS)
-        for key, value in itertools.chain(*map(dict.items, objects)):
-            if not arguments and isinstance(value, dict) and value and key not in known:
+        given, arguments = _value(ARGUMENTS, f"{place}: call of {name}", *objects)
+        known, arguments = ("name", "function", *ARGUMENTS), arguments or {}
+        for key, value in function.items():
+            if not given and isinstance(value, dict) and key not in known:
                 raise UserError(f"{place}: the call of {name} has {key!r} but no 'arguments'")
         try:
             if isinstance(arguments, str):
@@ -338,7 +352,8 @@ def _calls(calls, place: str) -> list[dict]:
                 f"{place}: the arguments of {name} must be a JSON object: {error}"
             ) from None
         outer = {k: v for k, v in call.items() if k not in (*known, "type")}
-        inner = {k: v for k, v in function.items() if k not in (*known, *outer)}
+        inner = {} if function is call else function
+        inner = {k: v for k, v in inner.items() if k not in (*known, *outer)}
         function = {"name": name, "arguments": arguments, **inner}
         nested.append({"type": "function", **outer, "function": function})
     return nested
@@ -351,6 +366,16 @@ def _tools(tools) -> list | None:
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise UserError("'tools' must be a list of JSON schemas")
     return tools
+
+
+def _turns_in(value):
+    """The turns of a prompt or completion that is JSON text, as tables have it; else the value."""
+    turns = None
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with contextlib.suppress(UserError):
+            turns = _from_json(value)
+    found = isinstance(turns, list) and all(isinstance(t, dict) and "role" in t for t in turns)
+    return turns if found else value
 
 
 def _from_json(value):

@@ -15,6 +15,7 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from tqdm.utils import CallbackIOWrapper
@@ -60,8 +61,11 @@ def find_files(
                 f"{path}: {suffix_of(path)} files are not read: convert it to one of "
                 f"{', '.join(FILES)}, also with .gz or .zst"
             )
-        if files.count(path) > 1:
-            raise UserError(f"{path} is named twice: give it a weight instead, as in {path}*2")
+    if len({*map(os.path.realpath, files)}) < len(files):
+        path = next(p for p, n in Counter(map(os.path.realpath, files)).items() if n > 1)
+        raise UserError(
+            f"{path} is named twice: name it once (a weight, as in {path}*2, repeats it)"
+        )
     return files
 
 
@@ -140,7 +144,8 @@ def _in_folder(folder: str, say: Callable) -> list[str]:
         others = [entry.name for entry in os.scandir(folder) if entry.is_file()]
         others = [name for name in others if not NO_ROWS.search(name)]
         if others := sorted({*others} - {*map(os.path.basename, paths)} - {*NO_DATA}):
-            say(f"data: skipped, no data files by their names: {', '.join(others)}")
+            more = f" and {len(others) - 12} more" if len(others) > 12 else ""
+            say(f"data: skipped, no data files by their names: {', '.join(others[:12])}{more}")
         return files
     holds = f"only {', '.join(map(os.path.basename, paths))}" if paths else "no data file"
     usable = _without(_data_files(folder, "*/*"), NOT_FOR_TRAINING, say=lambda line: None)

@@ -141,9 +141,9 @@ def no_code(device: Device) -> str:
     if _has_code(device):
         return ""
     if device.vendor == "nvidia":
-        if int(device.arch.removeprefix("sm_")) < 75:
+        if 50 <= int(device.arch.removeprefix("sm_")) < 75:
             return "PyTorch's builds for CUDA 12.6 have it (sm_50 to sm_90): install one of those"
-        return "install a newer torch, for a newer CUDA"
+        return "install a torch for another CUDA that has it"
     rows = map(str.split, Path(__file__).with_name("rocm_builds.txt").read_text().splitlines())
     names = [name for name, *archs in rows if name != "#" and device.arch in archs]
     if not names:

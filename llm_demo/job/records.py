@@ -212,8 +212,8 @@ class Records:
             self.warned = True
             self.log.say(
                 f"warning: GPU memory ran out {counted(retries, 'time')} up to step {step}. Each "
-                "time PyTorch freed its cache and waited for the GPU (8B on H100: 0.2 s). Use "
-                f"less memory: {less_memory(self.args)}"
+                "time PyTorch freed its cache and waited for the GPU (0.2 s for 8B on H100). "
+                f"Use less memory: {less_memory(self.args)}"
             )
         fields = self._fields(record)
         self.log.say(" | ".join(fields), shown=fit_terminal(fields))
