@@ -38,9 +38,8 @@ MORE = {  # further columns in docs
     (2, "mi300x"): "2 x MI300X, 192 GB",
 }
 TOKENS = 65_536
-PRESETS = (
-    "teff speed memory zero lora cards cards_ckpt cards_30 fit".split()
-)  # in bench/results/h200-x2, over NVLink
+# in bench/results/h200-x2, over NVLink
+PRESETS = "teff speed memory zero lora cards cards_ckpt cards_30 fit".split()
 DEVICE, HOST, ADAPTERS = "on the device", "host optimizer", "adapters"
 FOUR_BITS = "adapters, 4 bits"
 RANK = 16  # rank of the adapters

@@ -3,7 +3,7 @@
     python -m llm_demo.fit models/qwen3-8b --cards 2 --card h100 --tokens_a_step 100000
 
 Memory is what --estimate prints for full rows, in GiB (2**30 bytes), with what the allocator
-reserves and what CUDA and NCCL take. 5 % of each card stay free: few measured rows took more.
+reserves and what CUDA and NCCL take. 5 % of each card stay free; measured rows took up to 6 % more.
 --card also says what runs there: dtype, attention, compiled blocks. Without it: bf16, fused
 attention, compiled. What fits is ranked by a rough time of a step (llm_demo/step_time.py): a
 ranking, not a promise."""

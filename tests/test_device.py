@@ -131,7 +131,7 @@ def test_nvidias_gpus_are_counted_but_not_opened(monkeypatch):
     ([("NVIDIA RTX 4090", "sm_89", 128), ("NVIDIA H200", "sm_90", 132)], None, "of one kind"),
     ([("NVIDIA H100", "sm_90", 132), ("NVIDIA H200", "sm_90", 132)], None, "of one kind"),
     ([("NVIDIA V100", "sm_70", 80)], None, "no code for sm_70: PyTorch's builds for CUDA 12.6"),
-    ([("NVIDIA RTX 5090", "sm_120", 170)], None, "no code for sm_120: install a torch for"),
+    ([("NVIDIA RTX 5090", "sm_120", 170)], None, "no code for sm_120: install a PyTorch build"),
 ])  # fmt: skip
 def test_gpus_that_cant_be_used_are_refused(gpus, hip, words, monkeypatch, record_property):
     record_property("bad inputs", 1)
@@ -158,7 +158,8 @@ def test_nodes_with_other_gpus_are_refused(record_property):
         )
         for rank, kind in enumerate(("H100", "H200"))
     ]  # fmt: skip
-    line = "error: the GPUs of all nodes must be of one kind, not H100 (rank 0), H200 (rank 1)\n"
+    line = "error: the GPU is H100 on rank 0, but H200 on rank 1: start all nodes with the same "
+    line += "GPUs, flags, data and model\n"
     try:
         for rank in ranks:
             assert rank.communicate(timeout=120)[1].endswith(line) and rank.returncode == 2

@@ -308,12 +308,9 @@ def test_files_by_list_and_glob(tmp_path):
     b = write(tmp_path / "b.jsonl", SAME_ROW["prompt"])
     held_out = write(tmp_path / "a.heldout.jsonl", {"text": "ccc"})
     assert find_files(f"{b}, {a}") == [b, a]
-    for twice in (
-        f"{a},{b},{a}",
-        f"{tmp_path},{a}",
-        f"{a},{tmp_path}/./a.jsonl",
-    ):  # a held-out document would be learnt
-        with pytest.raises(UserError, match="a.jsonl is named twice: name it once"):
+    # a held-out document would be learnt too
+    for twice in (f"{a},{b},{a}", f"{tmp_path},{a}", f"{a},{tmp_path}/./a.jsonl"):
+        with pytest.raises(UserError, match="a.jsonl is listed twice: list it once"):
             find_files(twice)
     assert find_files(f"{tmp_path}/*.jsonl") == [a, b]  # what is evaluated on is not trained on
     assert find_files(f"{tmp_path}/*.heldout.jsonl") == [held_out]
@@ -360,7 +357,7 @@ BAD_ROWS = {
                       [":1: messages[0]: call of f: 'parameters' and 'args' differ: keep one"]),
     "no arguments": ([{"messages": [{"role": "assistant", "tool_calls": [
                          {"name": "f", "params": {"x": 1}}]}]}],
-                     [":1: messages[0]: the call of f has 'params' but no 'arguments'"]),
+                     [":1: messages[0]: the call of f has 'params' but no 'arguments': rename it"]),
     "a key twice in a call": (
         [{"conversations": [{"from": "function_call", "value": f'{{"name": "f", "x": {TWICE}}}'}]}],
         [":1: broken JSON: an object has the key 'x' twice: 1 and 2"],

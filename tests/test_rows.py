@@ -299,7 +299,7 @@ def test_a_folder_of_files(tmp_path):
     found = find_files(str(tmp_path), say=said.append)
     assert os.path.basename(found[0]) == "b.ndjson" and len(found) == 4
     assert len(said) == 3  # none before these files
-    assert said[2] == "data: skipped, no data files by their names: c.jsonl.xz, d.feather"
+    assert said[2] == "data: skipped, unsupported file types: c.jsonl.xz, d.feather"
     (tmp_path / "only").mkdir()
     (tmp_path / "only/test.jsonl").write_text("")
     with pytest.raises(UserError, match="is a folder with only test.jsonl: name a data file"):

@@ -340,7 +340,9 @@ def _calls(calls, place: str) -> list[dict]:
         known, arguments = ("name", "function", *ARGUMENTS), arguments or {}
         for key, value in function.items():
             if not given and isinstance(value, dict) and key not in known:
-                raise UserError(f"{place}: the call of {name} has {key!r} but no 'arguments'")
+                raise UserError(
+                    f"{place}: the call of {name} has {key!r} but no 'arguments': rename it"
+                )
         try:
             if isinstance(arguments, str):
                 arguments = DECODER.decode(arguments.strip() or "{}")

@@ -61,11 +61,11 @@ def find_files(
                 f"{path}: {suffix_of(path)} files are not read: convert it to one of "
                 f"{', '.join(FILES)}, also with .gz or .zst"
             )
-    if len({*map(os.path.realpath, files)}) < len(files):
-        path = next(p for p, n in Counter(map(os.path.realpath, files)).items() if n > 1)
-        raise UserError(
-            f"{path} is named twice: name it once (a weight, as in {path}*2, repeats it)"
-        )
+    for path, times in Counter(map(os.path.realpath, files)).items():
+        if times > 1:
+            raise UserError(
+                f"{path} is listed twice: list it once (to repeat it, give it a weight: {path}*2)"
+            )
     return files
 
 
@@ -145,7 +145,7 @@ def _in_folder(folder: str, say: Callable) -> list[str]:
         others = [name for name in others if not NO_ROWS.search(name)]
         if others := sorted({*others} - {*map(os.path.basename, paths)} - {*NO_DATA}):
             more = f" and {len(others) - 12} more" if len(others) > 12 else ""
-            say(f"data: skipped, no data files by their names: {', '.join(others[:12])}{more}")
+            say(f"data: skipped, unsupported file types: {', '.join(others[:12])}{more}")
         return files
     holds = f"only {', '.join(map(os.path.basename, paths))}" if paths else "no data file"
     usable = _without(_data_files(folder, "*/*"), NOT_FOR_TRAINING, say=lambda line: None)

@@ -143,7 +143,7 @@ def no_code(device: Device) -> str:
     if device.vendor == "nvidia":
         if 50 <= int(device.arch.removeprefix("sm_")) < 75:
             return "PyTorch's builds for CUDA 12.6 have it (sm_50 to sm_90): install one of those"
-        return "install a torch for another CUDA that has it"
+        return "install a PyTorch build for another CUDA version that has it"
     rows = map(str.split, Path(__file__).with_name("rocm_builds.txt").read_text().splitlines())
     names = [name for name, *archs in rows if name != "#" and device.arch in archs]
     if not names:

@@ -76,13 +76,9 @@ def start() -> World:
         if reason := process.fault_of_environment(e):
             raise UserError(reason) from e
         raise
-    if size > local_size:  # refuse_gpus has seen this node's
-        kinds = [""] * size
-        dist.all_gather_object(kinds, drawn_on())
-        if len({*kinds}) > 1:
-            each = ", ".join(f"{kind} (rank {kinds.index(kind)})" for kind in sorted({*kinds}))
-            raise UserError(f"the GPUs of all nodes must be of one kind, not {each}")
-    return World(rank, size, local_rank, device)
+    world = World(rank, size, local_rank, device)
+    same_on_all_nodes(world, {"the GPU": drawn_on()})  # refuse_gpus has seen this node's
+    return world
 
 
 def _patient_group():
@@ -155,7 +151,7 @@ def same_on_all_nodes(world: World, facts: dict) -> None:
             if others.get(name) != first[name]:
                 raise UserError(
                     f"{name} is {first[name]} on rank 0, but {others.get(name)} on rank {rank}: "
-                    "start all nodes with the same flags, data and model"
+                    "start all nodes with the same GPUs, flags, data and model"
                 )
 
 
