@@ -16,7 +16,7 @@ def in_turn(router, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, t
     places = torch.arange(len(hidden) * router.top_k, device=hidden.device)
     index = (places % router.num_experts).view(-1, router.top_k)
     weights = logits.softmax(-1).gather(1, index)
-    if router.norm_topk_prob:
+    if getattr(router, "norm_topk_prob", True):
         weights = weights / weights.sum(-1, keepdim=True)
     return logits, weights, index
 

@@ -19,6 +19,7 @@ from llm_demo.core.mesh import World
 from llm_demo.job.activations import count_blocks
 from llm_demo.job.choices import has_fused_kernels
 from llm_demo.job.costs import (
+    dense_width,
     experts_of,
     heads_of,
     heads_of_rule,
@@ -189,7 +190,7 @@ def passing_bytes(args, config, compute, train) -> list[float]:
     # Of the feed-forward network's product, or of a fused kernel's output, queries, keys and values
     # when the network's activations are gone. Flash attention and cuDNN have those of queries also
     # in fp32, and those of keys and values also for each head of queries.
-    network, heads = config.intermediate_size * size, heads_of(config)
+    network, heads = dense_width(config) * size, heads_of(config)
     grouped = heads.keys + heads.queries * (heads.keys < heads.queries)
     kernel = (heads.queries + grouped) * (heads.width + heads.values) * size
     kernel += heads.queries * heads.width * 4

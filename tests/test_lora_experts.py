@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import test_moe as moe
 import test_parity as parity
+import test_qwen35 as qwen35
 import torch
 from conftest import ROOT, slow, torchrun
 from peft import PeftModel, get_peft_model
@@ -51,12 +52,15 @@ def mixtures(tmp_path_factory):
     models, tokenizer = parity.smaller_vocabulary(moe.MODELS, folder / "tokenizer")
     parity.write_rows(folder / "data.jsonl")
     packs = packs_of(str(folder / "data.jsonl"), tokenizer, seq_len=parity.SEQ_LEN)
-    for name in ("qwen", "deepseek", "shared"):
+    for name in ("qwen", "deepseek", "shared", "hybrid"):
         torch.manual_seed(0)
         models[name].moe_intermediate_size = 40
         model = AutoModelForCausalLM.from_config(models[name], dtype=torch.float32)
         for key, p in model.named_parameters():
-            if key.endswith("bias"):
+            if name == "hybrid":
+                qwen35.change(key, p.data)
+                p.data *= 3 if key == "lm_head.weight" else 1  # its norms are to be clipped
+            elif key.endswith("bias"):
                 nn.init.normal_(p, std=0.05)
         if name == "deepseek":  # in the last block all tokens choose the first two experts
             model.model.layers[-1].mlp.gate.e_score_correction_bias[:2] = 10.0
@@ -82,6 +86,7 @@ WITH_EXPERTS = {  # (processes, model, targets, micro, accumulation, further fla
     "two": (2, "qwen", "all-linear", 2, 2, ["--reshard_after_forward"]),
     "two_gate_up": (2, "deepseek", "gate_up_proj", 4, 1, []),
     "two_spread": (2, "deepseek", "all-linear", 1, 4, [*SPREAD, *AGAIN]),
+    "two_hybrid": (2, "hybrid", "all-linear", 2, 2, [*SPREAD, *AGAIN]),
     "two_rows": (2, "shared", "all-linear", 4, 2, ROWS),
     "four": (4, "qwen", "all-linear", 2, 2, [*ROWS, *SPREAD, *AGAIN]),
     "four_spread": (4, "shared", "all-linear", 1, 2, ["--expert_parallel", "4"]),

@@ -2,6 +2,7 @@
 model, one document at a time, as test_parity.py."""
 
 import copy
+import functools
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,9 @@ from transformers import (
     AutoTokenizer,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
 )
 
@@ -39,7 +43,6 @@ from llm_demo.job.costs import parameters_of
 from llm_demo.job.delta import KERNELS, decide_rule, refuse_flags, rule_fault
 from llm_demo.job.families import problems_of
 from llm_demo.job.model_folder import open_model
-from llm_demo.job.source import load_config
 
 # The norm of a layer's output makes it as long for a query nearly at right angles to its key: with
 # the usual epsilon, rounding in one step is a thousand times as large in the next.
@@ -49,13 +52,22 @@ MODELS = {
     "untied": Qwen3_5TextConfig(tie_word_embeddings=False, **RULE, **IDS, **SIZES),
     "tied": Qwen3_5TextConfig(tie_word_embeddings=True, **RULE, **IDS, **SIZES),
 }
+WITHOUT_DENSE = {name: size for name, size in SIZES.items() if name != "intermediate_size"}
+EXPERTS = {
+    "experts": Qwen3_5MoeTextConfig(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32,
+                                    shared_expert_intermediate_size=48, **RULE, **IDS,
+                                    **WITHOUT_DENSE),
+}  # fmt: skip
+PUBLISHED = ((Qwen3_5Config, Qwen3_5ForConditionalGeneration),
+             (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration))  # fmt: skip
+SPREAD_2 = ["--expert_parallel", "2"]
 
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
     """Models with weights, ragged data, and the plain loop's results for each."""
     folder = tmp_path_factory.mktemp("qwen35")
-    return folder, write_models(folder, MODELS, change)
+    return folder, write_models(folder, MODELS | EXPERTS, change)
 
 
 def change(name, values):
@@ -76,6 +88,11 @@ SCRIPTS = [
     slow("fsdp_pp", 2, MODELS, 8, []),
     slow("fsdp_pp", 4, MODELS, 4, ["--reshard_after_forward"]),
     slow("zero", 2, MODELS, 4, ZERO["zero3"]),
+    slow("fsdp", 1, EXPERTS, 8, ["--no_fsdp", "--optimizer_on_host"]),
+    ("fsdp", 2, EXPERTS, 4, ["--reshard_after_forward"]),
+    slow("fsdp", 4, EXPERTS, 2, ["--reshard_after_forward", *SPREAD_2]),
+    slow("fsdp_pp", 2, EXPERTS, 8, []),
+    slow("fsdp_pp", 4, EXPERTS, 4, ["--reshard_after_forward", *SPREAD_2]),
 ]
 
 
@@ -170,33 +187,44 @@ def test_the_operator_around_a_kernel(rule, monkeypatch):
 
 @pytest.fixture(scope="module")
 def published(work, tmp_path_factory):
-    """A folder as Qwen3.5's: with a vision tower and a layer that predicts a second token."""
-    folder = tmp_path_factory.mktemp("published") / "qwen35"
-    text = copy.deepcopy(AutoConfig.from_pretrained(work[0] / "tied")).to_dict()
-    vision = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=64)
-    torch.manual_seed(1)
-    config = Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=True)
-    Qwen3_5ForConditionalGeneration(config).save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    assert "model.language_model.norm.weight" in tensors
-    tensors["mtp.fc.weight"] = torch.zeros(3)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    AutoTokenizer.from_pretrained(work[0] / "tied").save_pretrained(folder)
-    return folder
+    """(a function of a model's name -> a folder as Qwen3.5's are published: with a vision tower, a
+    layer that predicts a second token, and fused experts, the class that reads it)."""
+
+    @functools.cache
+    def once(name):
+        folder = tmp_path_factory.mktemp("published") / name
+        text = copy.deepcopy(AutoConfig.from_pretrained(work[0] / name)).to_dict()
+        vision = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2)
+        parts = dict(text_config=text, vision_config=vision | {"out_hidden_size": 64})
+        kind, whole = PUBLISHED[name in EXPERTS]
+        torch.manual_seed(1)
+        model = whole(kind(tie_word_embeddings=text["tie_word_embeddings"], **parts))
+        model.save_pretrained(folder, save_original_format=False)
+        tensors = load_file(folder / "model.safetensors")
+        assert "model.language_model.norm.weight" in tensors
+        tensors["mtp.layers.0.mlp.experts.down_proj"] = torch.zeros(3)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        AutoTokenizer.from_pretrained(work[0] / name).save_pretrained(folder)
+        return folder, whole
+
+    return once
 
 
-def test_the_text_of_a_published_folder_is_trained(published, work, tmp_path):
+@pytest.mark.parametrize("name", ["tied", "experts"])
+def test_the_text_of_a_published_folder_is_trained(name, published, work, tmp_path):
     """Its loss is that of the whole model, its export a model of text; evaluate reads both."""
+    published, whole = published(name)
     flags = ["--model_name_or_path", published, *lora.run_flags(work[0], "", tmp_path / "run")[2:]]
     flags = [str(f) for f in flags] + ["--lora_rank", "0", "--export", "fp32"]
     done = run([sys.executable, ROOT / "fsdp/train_fsdp.py", *flags, "--no_fsdp"])
     assert done.returncode == 0, done.stderr[-2000:]
     assert "not used: model.visual.*, mtp.* (a vision tower" in done.stdout
     losses = json.loads((tmp_path / "run/summary.json").read_text())["eval_loss"]
-    whole = Qwen3_5ForConditionalGeneration.from_pretrained(published)
-    assert lora.loss_of(whole, work[0]) == pytest.approx(losses["0"], rel=2e-5)
+    assert lora.loss_of(whole.from_pretrained(published), work[0]) == pytest.approx(
+        losses["0"], rel=2e-5
+    )
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run/hf")
-    assert model.config.model_type == "qwen3_5_text"
+    assert model.config.model_type == AutoConfig.from_pretrained(work[0] / name).model_type
     assert lora.loss_of(model, work[0]) == pytest.approx(losses["4"], rel=2e-5)
     flags = ["--models", published, "--data", work[0] / "data.jsonl", "--seq_len", SEQ_LEN]
     flags += ["--max_new_tokens", 4, "--batch_size", 3]
@@ -206,7 +234,7 @@ def test_the_text_of_a_published_folder_is_trained(published, work, tmp_path):
 
 def test_adapters_that_peft_saved_over_the_whole_model_are_read(published, tmp_path):
     """PEFT finds "language_model." in their names; ours are those of the text alone."""
-    model = Qwen3_5ForConditionalGeneration.from_pretrained(published)
+    model = Qwen3_5ForConditionalGeneration.from_pretrained(published("tied")[0])
     targets = ["q_proj", "out_proj"]  # which the vision tower has not
     adapted = get_peft_model(model, LoraConfig(r=4, target_modules=targets))
     adapted.save_pretrained(tmp_path)
@@ -218,7 +246,7 @@ def test_adapters_that_peft_saved_over_the_whole_model_are_read(published, tmp_p
         assert torch.equal(start["read"](name.replace(".default.", ".")), p)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MODELS | EXPERTS)
 def test_parameters(name, work):
     folder = work[0] / name
     config, _ = open_model(folder, SEQ_LEN)
@@ -262,7 +290,7 @@ def test_what_stays_in_fp32_and_has_no_adapter(work):
 def test_exports_have_the_trainers_loss(work, tmp_path):
     """Of adapters too, merged; in bf16 the decays' parameters stay as they are."""
     folder = work[0]
-    for run_name in whole_and_adapters(folder, MODELS, tmp_path):
+    for run_name in whole_and_adapters(folder, MODELS | EXPERTS, tmp_path):
         at, out = tmp_path / run_name / "checkpoints/step_00000004", tmp_path / f"{run_name}-hf"
         export(at, out, "fp32", merge=run_name.endswith("lora"))
         losses = json.loads((tmp_path / run_name / "summary.json").read_text())["eval_loss"]
@@ -339,13 +367,8 @@ def test_images_are_one_line(published, work, tmp_path):
     part = {"type": "image", "image": "x.png"}
     row = {"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": "a"}]}
     (tmp_path / "x.jsonl").write_text(json.dumps(row))
-    flags = ["--model_name_or_path", published, "--train_json", tmp_path / "x.jsonl", "--dry_run"]
+    flags = ["--model_name_or_path", published("tied")[0], "--dry_run"]
+    flags += ["--train_json", tmp_path / "x.jsonl"]
     flags += ["--output_dir", tmp_path / "run"]
     done = run([sys.executable, ROOT / "fsdp/train_fsdp.py", *flags])
     assert done.returncode == 2 and "only text is supported" in done.stderr.splitlines()[-1]
-
-
-def test_experts_are_another_family(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5_moe"}))
-    with pytest.raises(UserError, match="model_type qwen3_5_moe is not one of"):
-        load_config(tmp_path, 64)

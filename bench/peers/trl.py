@@ -126,8 +126,8 @@ def tokenizer():
 def give_rule(config, dtype: str) -> None:
     """Let transformers' linear attention use the kernel that our scripts would: its own choice of
     fla's kernels has no right backward on some cards."""
-    from transformers.models.qwen3_5 import modeling_qwen3_5 as module
-
+    family = config.model_type.removesuffix("_text")
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     rules = ("fla", "fla_kda") if importlib.util.find_spec("fla") else ()
     rule = next((r for r in rules if try_rule(r, dtype, config) is None), None)
     if rule == "fla_kda":

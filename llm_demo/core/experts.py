@@ -138,7 +138,7 @@ def _choose(router, hidden):
         probabilities = _Push.apply(probabilities, router.push, router.real)
     index = probabilities.topk(router.top_k)[1]
     weights = probabilities.gather(1, index)
-    if router.norm_topk_prob:
+    if getattr(router, "norm_topk_prob", True):
         weights = weights / weights.sum(-1, keepdim=True)
     return logits, weights, index
 

@@ -10,7 +10,9 @@ from llm_demo.core.errors import UserError
 
 MASTER_BYTES = 4  # of a parameter's fp32 master
 MOMENT_BYTES = {"fp32": 8, "bf16": 4}  # of both of AdamW's moments of it, by --optim_state
-PARTIAL = ("glm", "glm4", "phi3", "qwen3_5_text")  # families that may rotate a part of each head
+ONLY_EXPERTS = ("qwen3_5_moe_text",)  # families whose blocks all have experts
+HYBRID = ("qwen3_5_text", *ONLY_EXPERTS)  # families with a delta rule in some blocks
+PARTIAL = ("glm", "glm4", "phi3", *HYBRID)  # that may rotate a part of each head
 OVERHEAD = 200  # tokens that take as long as adding a micro-batch's gradients to their sums
 
 
@@ -53,13 +55,12 @@ def block_costs(config, seq_len: int) -> list[Cost]:
         if with_experts:
             expert, n = 3 * d * config.moe_intermediate_size, experts_of(config)
             always = attention + d * n + 3 * d * shared_width(config)
-            if config.model_type == "qwen2_moe":  # the shared expert's gate
-                always += d
+            always += d * gated_share(config)
             routed, active = expert * n, always + expert * config.num_experts_per_tok
         else:
-            always = active = attention + 3 * d * config.intermediate_size
+            always = active = attention + 3 * d * dense_width(config)
             routed = 0
-        cut = attention - d * latents + (0 if with_experts else 3 * d * config.intermediate_size)
+        cut = attention - d * latents + (0 if with_experts else 3 * d * dense_width(config))
         costs[kind] = Cost(always + routed, active, 6 * active + mixing, routed, cut)
     return [costs[kind] for kind in kinds]
 
@@ -72,9 +73,19 @@ def experts_of(config) -> int:
 
 def shared_width(config) -> int:
     """Width of the shared experts of a block together."""
-    if config.model_type == "qwen2_moe":
+    if gated_share(config):
         return config.shared_expert_intermediate_size
     return config.moe_intermediate_size * (getattr(config, "n_shared_experts", 0) or 0)
+
+
+def gated_share(config) -> bool:
+    """Whether a shared expert has a gate."""
+    return config.model_type in ("qwen2_moe", *ONLY_EXPERTS)
+
+
+def dense_width(config) -> int:
+    """Width of the feed-forward network of a block without routed experts; 0 if all have."""
+    return getattr(config, "intermediate_size", 0)
 
 
 def mixed_blocks(config) -> list[bool]:
@@ -84,6 +95,8 @@ def mixed_blocks(config) -> list[bool]:
         return [False] * n
     if config.model_type == "deepseek_v3":
         return [block >= config.first_k_dense_replace for block in range(n)]
+    if config.model_type in ONLY_EXPERTS:
+        return [True] * n
     dense, every = config.mlp_only_layers, config.decoder_sparse_step
     return [block not in dense and (block + 1) % every == 0 for block in range(n)]
 
@@ -97,7 +110,7 @@ def kinds_of(config) -> list[tuple[bool, bool]]:
 
 def is_hybrid(config) -> bool:
     """Whether some of the model's blocks have a delta rule in place of attention."""
-    return config.model_type == "qwen3_5_text"
+    return config.model_type in HYBRID
 
 
 def heads_of_rule(config) -> tuple[int, int, int, int]:

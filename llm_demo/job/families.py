@@ -7,16 +7,25 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from llm_demo.core.attention import LongRope, rope_of, rope_type
 from llm_demo.core.errors import UserError
-from llm_demo.job.costs import PARTIAL, experts_of, is_hybrid, mixed_blocks, shared_width
+from llm_demo.job.costs import (
+    ONLY_EXPERTS,
+    PARTIAL,
+    experts_of,
+    gated_share,
+    is_hybrid,
+    mixed_blocks,
+    shared_width,
+)
 from llm_demo.job.low_bits import why_unread
 
 # Decoders made of embedding, blocks, norm and head, with nothing between them but what `skeleton`
 # of decoder.py does for Granite. Others cap the logits outside their modules (Gemma 2, Cohere):
 # this code would silently train them wrongly. docs/models.md says what is tested of each.
-EXPERTS = ("qwen2_moe", "qwen3_moe", "deepseek_v3")
+EXPERTS = ("qwen2_moe", "qwen3_moe", "deepseek_v3", "qwen3_5_moe_text")
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "smollm3", "olmo2", "olmo3", "granite", "glm",
             "glm4", "phi3", "gemma3_text", "qwen3_5_text", *EXPERTS)  # fmt: skip
-TEXT_OF = {"qwen3_5": "qwen3_5_text"}  # models with images -> their part that is trained
+# models with images -> their part that is trained
+TEXT_OF = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
          "num_attention_heads", "num_key_value_heads")  # fmt: skip
 # where a family has them, and not all of their models
@@ -45,7 +54,8 @@ def problems_of(config) -> Iterator[str]:
     sure: it may be the cause of the next."""
     yield from odd_sizes({name: getattr(config, name, None) for name in (*SIZES, *FURTHER_SIZES)})
     for name in SIZES:
-        if getattr(config, name, None) is None:
+        needless = name == "intermediate_size" and config.model_type in ONLY_EXPERTS
+        if getattr(config, name, None) is None and not needless:
             yield f"{name} is missing"
     for name in ("rms_norm_eps", "initializer_range"):
         if not isinstance(value := getattr(config, name, 0), int | float) or not 0 <= value <= 1:
@@ -85,14 +95,14 @@ def problems_of_experts(config) -> Iterator[str]:
     n, chosen = experts_of(config), config.num_experts_per_tok
     if n < 1 or chosen is None or not 1 <= chosen <= n:
         yield f"num_experts_per_tok {chosen} does not choose from {n} experts"
+    if gated_share(config) and (width := shared_width(config)) < 1:
+        yield f"shared_expert_intermediate_size {width}: at least 1 is supported"
     if config.model_type in ("qwen2_moe", "qwen3_moe"):
         if config.decoder_sparse_step < 1:
             yield f"decoder_sparse_step {config.decoder_sparse_step} is not positive"
         if not any(mixed_blocks(config)):
             yield "mlp_only_layers and decoder_sparse_step leave no block with experts"
-        width = shared_width(config)
-        if width < 1 and config.model_type == "qwen2_moe":
-            yield f"shared_expert_intermediate_size {width}: at least 1 is supported"
+    if config.model_type != "deepseek_v3":
         return
     # transformers reads none of these, and computes as if they were so
     known = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
