@@ -12,7 +12,7 @@ from llm_demo.job.args import TrainArgs
 from llm_demo.job.choices import compiles_adamw
 from llm_demo.job.parsing import choices
 
-CPU = torch.device("cpu")
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -228,6 +228,26 @@ def test_loss_scale_grows_falls_to_1_and_is_1_in_other_dtypes():
     fixed = LossScale(torch.bfloat16, CPU)
     fixed.update(torch.tensor(True))
     assert fixed.scale == 1
+
+
+def test_global_norm_of_two_dtypes_copies_nothing(monkeypatch):
+    """A GPU's kernel takes a list of one dtype. Of several, PyTorch copies each tensor in fp64."""
+    lists, norm = [], torch._foreach_norm
+    spy = lambda grads, *how, **more: lists.append(grads) or norm(grads, *how, **more)  # noqa: E731
+    monkeypatch.setattr(torch, "_foreach_norm", spy)
+    grads = [torch.ones(n, dtype=d) for n, d in ((3, BF16), (4, torch.float32), (9, BF16))]
+    assert global_norm(grads).item() == 4.0
+    assert [{g.dtype for g in each} for each in lists] == [{BF16}, {torch.float32}]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_global_norm_of_two_dtypes_needs_no_memory():
+    grads = [torch.ones(1 << 24, dtype=d, device="cuda") for d in (BF16, torch.float32)]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    assert global_norm(grads).item() == pytest.approx(2**12.5)
+    assert torch.cuda.max_memory_allocated() - before < 1 << 24
 
 
 def test_global_norm_is_exact_for_large_tensors():

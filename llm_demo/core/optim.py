@@ -52,11 +52,8 @@ def decayed_or_not(params: Iterable[nn.Parameter], weight_decay: float) -> list[
     for p in params:
         if p.requires_grad:  # ZeRO-3 leaves an empty tensor and the shape beside it
             (matrices if len(getattr(p, "ds_shape", p.shape)) >= 2 else rest).append(p)
-    groups = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": rest, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    kinds = (matrices, weight_decay), (rest, 0.0)
+    return [{"params": params, "weight_decay": decay} for params, decay in kinds if params]
 
 
 class CompiledAdamW(torch.optim.AdamW):
@@ -274,7 +271,10 @@ class LossScale:
 def global_norm(grads: list[torch.Tensor], group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """2-norm of all gradients together: an fp32 scalar. group: the ranks that each hold a part of
     them. Summed in fp64, because in fp32 torch's norm of an embedding on a CPU is off by 3e-5."""
-    square = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float64)).square().sum()
+    norms = []
+    for kind in dict.fromkeys(g.dtype for g in grads):  # of two, a GPU would make copies in fp64
+        norms += torch._foreach_norm([g for g in grads if g.dtype == kind], 2, dtype=torch.float64)
+    square = torch.stack(norms).square().sum()
     if group is not None:
         dist.all_reduce(square, group=group)
     return square.sqrt().float()
