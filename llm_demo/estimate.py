@@ -200,10 +200,11 @@ def passing_bytes(args, config, compute, train) -> list[float]:
         less = 3 * network * (1 - PIECE / tokens)
     gone = 3 * network - less
     dense = max(network - less / 3, kernel * (not keys) - gone)
-    return [
-        saved + always + (of_experts or max(dense, rule - gone) - less)
-        for saved, of_experts, rule in zip(again, experts, rules, strict=True)
-    ]
+    inner = 3 * size * getattr(config, "moe_intermediate_size", 0)  # of each chosen expert
+    freed = [k * inner or gone for k in _chosen(config)]
+    beside = [max(of_experts or dense, rule - done) - less * (not of_experts)
+              for of_experts, rule, done in zip(experts, rules, freed, strict=True)]  # fmt: skip
+    return [saved + always + more for saved, more in zip(again, beside, strict=True)]
 
 
 def _of_rules(config, compute) -> list[float]:

@@ -12,7 +12,13 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT, ZERO, args_with, run
 from test_attention import MI100, MI210, MI300, latent
-from transformers import LlamaConfig, Qwen2MoeConfig, Qwen3_5TextConfig, Qwen3MoeConfig
+from transformers import (
+    LlamaConfig,
+    Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3MoeConfig,
+)
 
 from bench.presets import name_of
 from bench.run import PEERS
@@ -481,32 +487,48 @@ def test_blocks_that_differ_keep_what_real_ones_keep(kind, impl, dtype, block, m
 
 
 # an eighth of Qwen3.5 4B's sizes, a quarter of 0.8B's: hidden, of the MLP, heads of keys and values
-LINEAR = [(320, 1152, 2, 4), (256, 896, 4, 4)]
+def heads(keys, values):
+    return dict(vocab_size=512, num_hidden_layers=4, linear_num_key_heads=keys,
+                linear_num_value_heads=values)  # fmt: skip
 
 
-def linear(sizes):
-    hidden, wide, keys, values = sizes
-    return Qwen3_5TextConfig(
-        vocab_size=512, hidden_size=hidden, intermediate_size=wide, num_hidden_layers=4,
-        linear_num_key_heads=keys, linear_num_value_heads=values,
-    )  # fmt: skip
+LINEAR = [
+    Qwen3_5TextConfig(hidden_size=320, intermediate_size=1152, **heads(2, 4)),
+    Qwen3_5TextConfig(hidden_size=256, intermediate_size=896, **heads(4, 4)),
+    Qwen3_5MoeTextConfig(
+        hidden_size=320, moe_intermediate_size=64, shared_expert_intermediate_size=96,
+        num_experts=8, num_experts_per_tok=3, **heads(2, 4),
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("impl, documents_of", [("sdpa", 128), ("bucketed", 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linear_attention_takes_no_more_than_is_expected(dtype, impl, documents_of):
     """Of the rule in PyTorch. What is expected is at most 1.3 times as much."""
-    for config in map(linear, LINEAR):
+    for config in LINEAR:
         real = really_kept(config, impl, dtype, 0, documents_of)
         compute = Compute(dtype, impl, compile=False)
         train = SimpleNamespace(seq_len=128, single=documents_of == 128)
         assert real <= memory.saved_bytes(args_with(), config, compute, train)[0] <= 1.3 * real
 
 
+def test_what_a_kernel_allocates_beside_experts_counts(monkeypatch):
+    """In the three blocks with a delta rule, of 4 heads of 128, when experts' memory is free."""
+    config, train = LINEAR[2], SimpleNamespace(seq_len=128, single=True, doc_start=[0, 128])
+    args = args_with(use_activation_checkpointing=True)
+    compute = Compute(torch.bfloat16, "sdpa", compile=True, rule="fla")
+    found = memory.passing_bytes(args, config, compute, train)
+    monkeypatch.setattr(memory, "_of_rules", lambda *given: [0] * 4)
+    without = memory.passing_bytes(args, config, compute, train)
+    more = [a - b for a, b in zip(found, without, strict=True)]
+    assert min(more[:3]) > 4 * 128 * 7 * 4 and more[3] == 0
+
+
 def test_compiled_linear_attention_with_a_kernel(monkeypatch):
     """The convolution's inputs are kept once, in units as they are compiled."""
     monkeypatch.setattr("llm_demo.job.delta._kernel", lambda kda, q, k, v, *rest: v.clone())
-    for config in map(linear, LINEAR):
+    for config in LINEAR:
         n = unit_sizes(config, 3, 0)[0]
         real = (
             really_kept(config, "sdpa", torch.bfloat16, 0, compiled=True, rule="fla", count=n) / n
