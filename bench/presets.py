@@ -212,10 +212,10 @@ def _qwen35():
     small = {"model": "models/qwen3.5-0.8b-like", "seq_len": 4096, "gpus": 1, "steps": 12}
     large = {**small, "model": "models/qwen3.5-4b-like", "ckpt": True}
     mixture = {**large, "model": "models/qwen3.5-35b-a3b-4l"}
-    both = [{**small, "micro": 4}, {**small, "micro": 4, "ckpt": True}, {**large, "micro": 1},
+    pairs = [{**small, "micro": 4}, {**small, "micro": 4, "ckpt": True}, {**large, "micro": 1},
             {**large, "micro": 4, "flags": "--lora_rank 16"}, {**mixture, "micro": 1},
             {**mixture, "micro": 4}]  # fmt: skip
-    rows = [{**row, "engine": engine} for row in both for engine in ("fsdp", "trl")]
+    rows = [{**row, "engine": engine} for row in pairs for engine in ("fsdp", "trl")]
     return [*rows, {**small, "micro": 4, "data": "packed"}]
 
 

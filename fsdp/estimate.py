@@ -13,7 +13,6 @@ from llm_demo.estimate import BLOCK, LOSS, NONE, Held, largest_unit, tokens_here
 from llm_demo.job.costs import (
     MOMENT_BYTES,
     block_costs,
-    dense_width,
     experts_of,
     head_cost,
     heads_of,
@@ -36,7 +35,7 @@ def held(args, config, compute, train, ranks: int, sharded: bool, spread: int = 
     ends = total - sum(block.parameters for block in costs)  # embedding and head, or both in one
     values = 0
     if args.base_bits == 4:  # one matrix at a time has its values
-        widest = max(dense_width(config), heads_of(config).queries * heads_of(config).width)
+        widest = max(config.intermediate_size, heads_of(config).queries * heads_of(config).width)
         stored = zip(blocks, compute.lora.in_4_bits, strict=True)
         blocks = [b - numbers + taken / size for b, (numbers, taken) in stored]
         values = config.hidden_size * widest * size

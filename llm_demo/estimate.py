@@ -23,7 +23,6 @@ from llm_demo.job.costs import (
     experts_of,
     heads_of,
     heads_of_rule,
-    is_hybrid,
     kinds_of,
     mixed_blocks,
 )
@@ -34,9 +33,7 @@ GB = 2**30
 # per chosen expert with its probability: kept, so that the recomputation has the same ones
 CHOICES = 12
 UNUSED, CONTEXT = "reserved, unused", "CUDA and NCCL"
-# Of what is allocated: the allocator's free memory between it. Twice as much if blocks of two kinds
-# are recomputed (measured: 4B with linear attention).
-SCATTERED = 0.04
+SCATTERED = 0.04  # of what is allocated: the allocator's free memory between it
 CONTEXT_GB = 1.2  # measured on two H100
 RULE_CHUNK = 64  # tokens that a kernel of a delta rule takes together
 PROCESS = 2.1  # GiB of host memory: Python, PyTorch, CUDA; measured beside 0.6B to 14B on H200
@@ -68,8 +65,7 @@ def peak(held: Held, args, config, compute, train) -> dict[str, float]:
     all_parts = [(w, held.optimizer, grads, *beside[when]) for w, grads, when in held.times]
     names = ("weights", "optimizer", "gradients", "activations", "loss")
     gb = {name: size / GB for name, size in zip(names, max(all_parts, key=sum), strict=True)}
-    scattered = SCATTERED * (2 if is_hybrid(config) and args.use_activation_checkpointing else 1)
-    return {**gb, UNUSED: scattered * sum(gb.values()), CONTEXT: CONTEXT_GB}
+    return {**gb, UNUSED: SCATTERED * sum(gb.values()), CONTEXT: CONTEXT_GB}
 
 
 def fullest(ranks: list[Held], args, config, compute, train) -> dict[str, float]:
@@ -200,7 +196,7 @@ def passing_bytes(args, config, compute, train) -> list[float]:
         less = 3 * network * (1 - PIECE / tokens)
     gone = 3 * network - less
     dense = max(network - less / 3, kernel * (not keys) - gone)
-    inner = 3 * size * getattr(config, "moe_intermediate_size", 0)  # of each chosen expert
+    inner = 3 * size * (getattr(config, "moe_intermediate_size", 0) or 0)  # of each chosen expert
     freed = [k * inner or gone for k in _chosen(config)]
     beside = [max(of_experts or dense, rule - done) - less * (not of_experts)
               for of_experts, rule, done in zip(experts, rules, freed, strict=True)]  # fmt: skip

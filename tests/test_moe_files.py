@@ -327,7 +327,7 @@ def test_random_models_have_zero_biases():
 
 BAD = {
     "num_experts_per_tok 9 does not choose from 8 experts": {"num_experts_per_tok": 9},
-    "num_experts_per_tok 2 does not choose from 0 experts": {"n_routed_experts": 0},
+    "n_routed_experts 0 is not a positive number": {"n_routed_experts": 0},
     "n_group 3 does not divide 8 experts into groups of at least 2": {"n_group": 3},
     "n_group 8 does not divide 8 experts into groups": {"n_group": 8, "topk_group": 2},
     "topk_group 5 of n_group 4 has too few experts to choose 2 from": {"topk_group": 5},
@@ -363,7 +363,8 @@ OTHERS = [  # of Qwen's
     ("qwen2", {"decoder_sparse_step": 0}, "decoder_sparse_step 0 is not positive"),
     ("qwen2", {"num_experts": 1}, "num_experts_per_tok 2 does not choose from 1 experts"),
     ("qwen2", {"shared_expert_intermediate_size": 0},
-     "shared_expert_intermediate_size 0: at least 1"),
+     "shared_expert_intermediate_size 0 is not a positive number"),
+    ("qwen2", {"num_experts": 1 << 40}, "num_experts 1099511627776 is not a positive number of at"),
     ("qwen3", {"decoder_sparse_step": 0}, "decoder_sparse_step 0 is not positive"),
     ("qwen3", {"num_experts_per_tok": 7}, "num_experts_per_tok 7 does not choose from 6 experts"),
     ("qwen3", {"moe_intermediate_size": 0}, "moe_intermediate_size 0 is not a positive number"),

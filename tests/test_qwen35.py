@@ -202,6 +202,8 @@ def published(work, tmp_path_factory):
         model.save_pretrained(folder, save_original_format=False)
         tensors = load_file(folder / "model.safetensors")
         assert "model.language_model.norm.weight" in tensors
+        fused = "model.language_model.layers.0.mlp.experts.down_proj"
+        assert (fused in tensors) == (name in EXPERTS)
         tensors["mtp.layers.0.mlp.experts.down_proj"] = torch.zeros(3)
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
         AutoTokenizer.from_pretrained(work[0] / name).save_pretrained(folder)
@@ -232,9 +234,11 @@ def test_the_text_of_a_published_folder_is_trained(name, published, work, tmp_pa
     assert file["loss"] == pytest.approx(losses["0"], rel=2e-5)
 
 
-def test_adapters_that_peft_saved_over_the_whole_model_are_read(published, tmp_path):
+@pytest.mark.parametrize("name", ["tied", "experts"])
+def test_adapters_that_peft_saved_over_the_whole_model_are_read(name, published, tmp_path):
     """PEFT finds "language_model." in their names; ours are those of the text alone."""
-    model = Qwen3_5ForConditionalGeneration.from_pretrained(published("tied")[0])
+    folder, whole = published(name)
+    model = whole.from_pretrained(folder)
     targets = ["q_proj", "out_proj"]  # which the vision tower has not
     adapted = get_peft_model(model, LoraConfig(r=4, target_modules=targets))
     adapted.save_pretrained(tmp_path)
@@ -284,6 +288,10 @@ def test_what_stays_in_fp32_and_has_no_adapter(work):
     assert layer.conv1d.weight.dtype == layer.in_proj_qkv.weight.dtype == torch.bfloat16
     assert hasattr(layer.in_proj_qkv, "lora_A") and not hasattr(layer.conv1d, "lora_A")
     assert not any(".conv1d." in name for name in matrices_in(lm.config))
+    names = [*matrices_in(EXPERTS["experts"])]  # PEFT can't adapt MLPs beside experts
+    assert "model.layers.0.linear_attn.in_proj_qkv.weight" in names
+    assert "model.layers.0.mlp.experts.gate_up_proj" in names
+    assert not any(".mlp." in name and ".experts." not in name for name in names)
 
 
 @pytest.mark.slow
@@ -326,13 +334,36 @@ WRONG = [
     ({"hidden_act": "gelu"}, "hidden_act gelu"),
     ({"attn_output_gate": False}, "attn_output_gate is not supported"),
 ]
+WRONG_EXPERTS = [
+    ({"layer_types": ["linear_attention"] * 3}, "layer_types has 3 of 4 blocks"),
+    ({"num_experts": 0}, "num_experts 0 is not a positive number"),
+    ({"num_experts": None}, "num_experts_per_tok 2 does not choose from 0 experts"),
+    ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 does not choose from 8 experts"),
+    ({"moe_intermediate_size": "32"}, "moe_intermediate_size 32 is not a positive number"),
+    ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size 0 is not a positive"),
+    ({"norm_topk_prob": False}, "norm_topk_prob False is not supported, only True"),
+    ({"decoder_sparse_step": 2}, "decoder_sparse_step 2 is not supported, only 1"),
+    ({"mlp_only_layers": [0]}, "mlp_only_layers [0] is not supported, only []"),
+]
+HARMLESS = {"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": None}
+HARMLESS |= {"intermediate_size": None, "num_local_experts": 4}
 
 
-@pytest.mark.parametrize("changes, message", WRONG)
-def test_configurations_that_are_refused(changes, message):
-    config = copy.deepcopy(MODELS["tied"])
+@pytest.mark.parametrize(
+    "name, changes, message",
+    [("tied", *case) for case in WRONG] + [("experts", *case) for case in WRONG_EXPERTS],
+)
+def test_configurations_that_are_refused(name, changes, message):
+    config = copy.deepcopy((MODELS | EXPERTS)[name])
     vars(config).update(changes)
     assert message in next(problems_of(config))
+
+
+def test_keys_that_change_nothing_are_taken():
+    config = copy.deepcopy(EXPERTS["experts"])
+    counted = parameters_of(config)
+    vars(config).update(HARMLESS)
+    assert [*problems_of(config)] == [] and parameters_of(config) == counted
 
 
 @pytest.mark.parametrize("flag, value", [("sequence_parallel", 2), ("tensor_parallel", 2),

@@ -83,11 +83,11 @@ class LoraLinear(RecipeLinear):
 
 def matrices_of(shapes: dict[str, tuple]) -> dict[str, tuple]:
     """{name: shape} of a model's parameters that can have adapters: the linear layers of its
-    blocks. In a mixture of experts: those of attention, and the experts. There PEFT takes gate_proj
+    blocks. In a mixture of experts: those before its MLPs, and the experts. PEFT takes gate_proj
     and the like for the experts, and can't adapt a dense block or a shared expert beside them."""
     found = {n: s for n, s in shapes.items() if ".layers." in n and (len(s) == 2 or fused(n))}
     if any(map(fused, shapes)):
-        found = {n: s for n, s in found.items() if ".self_attn." in n or fused(n)}
+        found = {n: s for n, s in found.items() if ".mlp." not in n or fused(n)}
     return found
 
 

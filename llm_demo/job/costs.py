@@ -67,8 +67,7 @@ def block_costs(config, seq_len: int) -> list[Cost]:
 
 def experts_of(config) -> int:
     """Routed experts of each block that has any; 0 without."""
-    names = ("num_local_experts", "num_experts")  # qwen2_moe has only the second
-    return next((n for name in names if (n := getattr(config, name, 0))), 0)
+    return getattr(config, "n_routed_experts", 0) or getattr(config, "num_experts", 0) or 0
 
 
 def shared_width(config) -> int:
@@ -85,7 +84,7 @@ def gated_share(config) -> bool:
 
 def dense_width(config) -> int:
     """Width of the feed-forward network of a block without routed experts; 0 if all have."""
-    return getattr(config, "intermediate_size", 0)
+    return getattr(config, "intermediate_size", 0) or 0
 
 
 def mixed_blocks(config) -> list[bool]:

@@ -14,7 +14,6 @@ from llm_demo.job.costs import (
     gated_share,
     is_hybrid,
     mixed_blocks,
-    shared_width,
 )
 from llm_demo.job.low_bits import why_unread
 
@@ -35,16 +34,21 @@ FURTHER_SIZES = ("max_position_embeddings", "head_dim", "moe_intermediate_size",
                  "linear_value_head_dim", "linear_conv_kernel_dim")  # fmt: skip
 MULTIPLIERS = ("embedding_multiplier", "logits_scaling", "residual_multiplier",
                "attention_multiplier")  # fmt: skip
+# keys of experts that transformers does not read, and the values that it computes with
+UNREAD = {
+    "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+    "qwen3_5_moe_text": {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+}
 LARGEST = 1 << 24  # of the sizes
 MOST_BLOCKS = 1 << 12
 # rotary types that do not depend on max_position_embeddings: with random weights rows may be longer
 ANY_LENGTH = ("default", "linear", "llama3")
 
 
-def odd_sizes(config: dict) -> Iterator[str]:
-    """What is wrong with the sizes that a configuration has."""
-    for name in (*SIZES, *FURTHER_SIZES):
-        value, most = config.get(name), MOST_BLOCKS if name == "num_hidden_layers" else LARGEST
+def odd_sizes(sizes: dict) -> Iterator[str]:
+    """What is wrong with these sizes of a configuration, by their keys."""
+    for name, value in sizes.items():
+        most = MOST_BLOCKS if name == "num_hidden_layers" else LARGEST
         if value is not None and (type(value) is not int or not 1 <= value <= most):
             yield f"{name} {str(value)[:80]} is not a positive number of at most {most:,}"
 
@@ -52,7 +56,12 @@ def odd_sizes(config: dict) -> Iterator[str]:
 def problems_of(config) -> Iterator[str]:
     """Why a configuration of a known family can't be trained exactly, if so. Only the first is
     sure: it may be the cause of the next."""
-    yield from odd_sizes({name: getattr(config, name, None) for name in (*SIZES, *FURTHER_SIZES)})
+    names = (*SIZES, *FURTHER_SIZES)
+    if is_mixture(config):
+        names += ("n_routed_experts", "num_experts")
+    if gated_share(config):
+        names += ("shared_expert_intermediate_size",)
+    yield from odd_sizes({name: getattr(config, name, None) for name in names})
     for name in SIZES:
         needless = name == "intermediate_size" and config.model_type in ONLY_EXPERTS
         if getattr(config, name, None) is None and not needless:
@@ -95,20 +104,16 @@ def problems_of_experts(config) -> Iterator[str]:
     n, chosen = experts_of(config), config.num_experts_per_tok
     if n < 1 or chosen is None or not 1 <= chosen <= n:
         yield f"num_experts_per_tok {chosen} does not choose from {n} experts"
-    if gated_share(config) and (width := shared_width(config)) < 1:
-        yield f"shared_expert_intermediate_size {width}: at least 1 is supported"
     if config.model_type in ("qwen2_moe", "qwen3_moe"):
         if config.decoder_sparse_step < 1:
             yield f"decoder_sparse_step {config.decoder_sparse_step} is not positive"
         if not any(mixed_blocks(config)):
             yield "mlp_only_layers and decoder_sparse_step leave no block with experts"
+    for name, value in UNREAD.get(config.model_type, {}).items():
+        if getattr(config, name, None) not in (None, value):
+            yield f"{name} {getattr(config, name)} is not supported, only {value}"
     if config.model_type != "deepseek_v3":
         return
-    # transformers reads none of these, and computes as if they were so
-    known = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
-    for name, value in known.items():
-        if getattr(config, name, value) != value:
-            yield f"{name} {getattr(config, name)} is not supported, only {value}"
     if config.num_key_value_heads != config.num_attention_heads:
         yield "num_key_value_heads differs from num_attention_heads in latent attention"
     if config.n_shared_experts < 1:
