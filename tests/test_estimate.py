@@ -427,6 +427,7 @@ def really_kept(
 
     call = Blocks(blocks, False)
     if compiled:  # the compiler's choice of what to keep, without its code generation
+        torch._dynamo.reset()  # shapes compiled before would change what is kept
         call = torch.compile(call, backend="aot_eager_decomp_partition")
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         out = call(hidden, rotary, positions, documents)

@@ -1,7 +1,7 @@
 """Weights in files: a folder's safetensors, read in part, and adapters, with what they belong to.
 
-Hugging Face's files have a tensor for each matrix of each expert; in memory, and in Qwen3.5's files,
-all experts of a block are fused. All other tensors have one name.
+Hugging Face's files have a tensor for each matrix of each expert. In memory, and in the files of
+Qwen3.5 as published, all experts of a block are fused. All other tensors have one name.
 
     in memory                               in the files, for each expert e
     ….mlp.experts.gate_up_proj [E, 2I, H]   ….mlp.experts.e.gate_proj.weight [I, H], then up_proj
