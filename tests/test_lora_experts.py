@@ -49,15 +49,15 @@ def mixtures(tmp_path_factory):
     """(folder of models with experts, (model, targets) -> PEFT's results, packed). Neither matrix
     of an expert is square, and there are more experts than ranks of an adapter."""
     folder = tmp_path_factory.mktemp("mixtures")
-    models, tokenizer = parity.smaller_vocabulary(moe.MODELS, folder / "tokenizer")
+    models, tokenizer = parity.smaller_vocabulary(moe.MODELS | qwen35.EXPERTS, folder / "tokenizer")
     parity.write_rows(folder / "data.jsonl")
     packs = packs_of(str(folder / "data.jsonl"), tokenizer, seq_len=parity.SEQ_LEN)
-    for name in ("qwen", "deepseek", "shared", "hybrid"):
+    for name in ("qwen", "deepseek", "shared", "experts"):
         torch.manual_seed(0)
         models[name].moe_intermediate_size = 40
         model = AutoModelForCausalLM.from_config(models[name], dtype=torch.float32)
         for key, p in model.named_parameters():
-            if name == "hybrid":
+            if name in qwen35.EXPERTS:
                 qwen35.change(key, p.data)
                 p.data *= 3 if key == "lm_head.weight" else 1  # its norms are to be clipped
             elif key.endswith("bias"):
@@ -86,7 +86,7 @@ WITH_EXPERTS = {  # (processes, model, targets, micro, accumulation, further fla
     "two": (2, "qwen", "all-linear", 2, 2, ["--reshard_after_forward"]),
     "two_gate_up": (2, "deepseek", "gate_up_proj", 4, 1, []),
     "two_spread": (2, "deepseek", "all-linear", 1, 4, [*SPREAD, *AGAIN]),
-    "two_hybrid": (2, "hybrid", "all-linear", 2, 2, [*SPREAD, *AGAIN]),
+    "two_hybrid": (2, "experts", "all-linear", 2, 2, [*SPREAD, *AGAIN]),
     "two_rows": (2, "shared", "all-linear", 4, 2, ROWS),
     "four": (4, "qwen", "all-linear", 2, 2, [*ROWS, *SPREAD, *AGAIN]),
     "four_spread": (4, "shared", "all-linear", 1, 2, ["--expert_parallel", "4"]),

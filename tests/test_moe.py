@@ -49,7 +49,6 @@ MODELS["shared"] = Qwen2MoeConfig(
     num_experts=8, num_key_value_heads=2, shared_expert_intermediate_size=48,
     tie_word_embeddings=False, **SIZES,
 )  # fmt: skip
-MODELS["hybrid"] = qwen35.EXPERTS["experts"]
 RESHARD = ["--reshard_after_forward"]
 SPREAD_2, TENSOR_2 = ["--expert_parallel", "2"], ["--tensor_parallel", "2"]
 ENGINES = {  # (script, processes, further flags, (micro, accumulation) for each model)
@@ -104,13 +103,13 @@ def work(tmp_path_factory):
 def made(name):
     """A model with weights, the same each time."""
     torch.manual_seed(name == "skewed")
-    config = MODELS["qwen" if name == "opposite" else name]
+    config = (MODELS | qwen35.EXPERTS)["qwen" if name == "opposite" else name]
     model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
     if name == "skewed":  # all tokens choose the same two experts
         for block in model.model.layers[1:]:
             block.mlp.gate.e_score_correction_bias[:2] = 10.0
     for key, p in model.named_parameters():
-        if name == "hybrid":
+        if name in qwen35.EXPERTS:
             qwen35.change(key, p.data)
         elif key.endswith("bias"):  # zeros would be all noise: keys' have next to no gradient
             torch.nn.init.normal_(p, std=0.05)
@@ -229,7 +228,7 @@ def assert_all_equal(kind, processes, cases, work, expected, auxiliary=0.0):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("model", ["qwen", "opposite", "deepseek", "skewed", "hybrid"])
+@pytest.mark.parametrize("model", ["qwen", "opposite", "deepseek", "skewed", "experts"])
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_every_combination_equals_the_plain_loop(processes, model, work, expected):
     """Of ranks, those that share the experts, accumulation, recomputed blocks and packing, with
@@ -311,7 +310,7 @@ def test_the_auxiliary_loss_equals_the_plain_loop(work, expected):
         "reshard": ("qwen", 2, 2, [*RESHARD, *once]),
         "host": ("qwen", 2, 2, [*host, *again]),
         "replicas": ("qwen", 2, 2, ["--replicas", "2", *once]),
-        "hybrid": ("hybrid", 2, 2, [*SPREAD_2, *again]),
+        "hybrid": ("experts", 2, 2, [*SPREAD_2, *again]),
         "rows": ("shared", 1, 4, [*SPREAD_2, *RESHARD, *again, "--no_pack_sequences"]),
         "host_spread": ("shared", 4, 1, [*host, *SPREAD_2]),
     }
