@@ -1,5 +1,6 @@
 """The memory expected, against the peaks measured on GPUs that are kept under bench/results."""
 
+import copy
 import functools
 import itertools
 import json
@@ -512,6 +513,17 @@ def test_linear_attention_takes_no_more_than_is_expected(dtype, impl, documents_
         compute = Compute(dtype, impl, compile=False)
         train = SimpleNamespace(seq_len=128, single=documents_of == 128)
         assert real <= memory.saved_bytes(args_with(), config, compute, train)[0] <= 1.3 * real
+
+
+def test_a_dense_model_may_say_that_it_has_no_experts():
+    config, train = (
+        copy.copy(EIGHT),
+        SimpleNamespace(seq_len=1024, single=True, doc_start=[0, 1024]),
+    )
+    args = args_with(use_activation_checkpointing=True)
+    without = memory.passing_bytes(args, config, BF16, train)
+    config.moe_intermediate_size = None
+    assert memory.passing_bytes(args, config, BF16, train) == without
 
 
 def test_what_a_kernel_allocates_beside_experts_counts(monkeypatch):

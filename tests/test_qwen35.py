@@ -39,7 +39,7 @@ from llm_demo.export import export
 from llm_demo.job import delta
 from llm_demo.job.adapter_folder import open_adapter
 from llm_demo.job.adapters import matrices_in, start_of
-from llm_demo.job.costs import parameters_of
+from llm_demo.job.costs import dense_width, parameters_of
 from llm_demo.job.delta import KERNELS, decide_rule, refuse_flags, rule_fault
 from llm_demo.job.families import problems_of
 from llm_demo.job.model_folder import open_model
@@ -364,6 +364,7 @@ def test_keys_that_change_nothing_are_taken():
     counted = parameters_of(config)
     vars(config).update(HARMLESS)
     assert [*problems_of(config)] == [] and parameters_of(config) == counted
+    assert dense_width(config) == 0
 
 
 @pytest.mark.parametrize("flag, value", [("sequence_parallel", 2), ("tensor_parallel", 2),

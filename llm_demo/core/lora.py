@@ -83,7 +83,7 @@ class LoraLinear(RecipeLinear):
 
 def matrices_of(shapes: dict[str, tuple]) -> dict[str, tuple]:
     """{name: shape} of a model's parameters that can have adapters: the linear layers of its
-    blocks. In a mixture of experts: those before its MLPs, and the experts. PEFT takes gate_proj
+    blocks. In a mixture of experts: those outside its MLPs, and the experts. PEFT takes gate_proj
     and the like for the experts, and can't adapt a dense block or a shared expert beside them."""
     found = {n: s for n, s in shapes.items() if ".layers." in n and (len(s) == 2 or fused(n))}
     if any(map(fused, shapes)):

@@ -272,7 +272,7 @@ def global_norm(grads: list[torch.Tensor], group: dist.ProcessGroup | None = Non
     """2-norm of all gradients together: an fp32 scalar. group: the ranks that each hold a part of
     them. Summed in fp64, because in fp32 torch's norm of an embedding on a CPU is off by 3e-5."""
     norms = []
-    for kind in dict.fromkeys(g.dtype for g in grads):  # of two, a GPU would make copies in fp64
+    for kind in dict.fromkeys(g.dtype for g in grads):  # a GPU copies lists of two to fp64
         norms += torch._foreach_norm([g for g in grads if g.dtype == kind], 2, dtype=torch.float64)
     square = torch.stack(norms).square().sum()
     if group is not None:
