@@ -4,6 +4,7 @@ model, one document at a time, as test_parity.py."""
 import copy
 import functools
 import json
+import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -234,6 +235,25 @@ def test_the_text_of_a_published_folder_is_trained(name, published, work, tmp_pa
     assert file["loss"] == pytest.approx(losses["0"], rel=2e-5)
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5_moe_text", None])
+def test_a_published_folder_whose_text_is_of_another_family(kind, published, tmp_path):
+    shutil.copytree(published("tied")[0], folder := tmp_path / "folder")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["model_type"] = kind
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=f"text_config has model_type {kind}, not qwen3_5_text"):
+        open_model(folder, SEQ_LEN)
+
+
+def test_a_weight_with_two_names(published, tmp_path):
+    shutil.copytree(published("tied")[0], folder := tmp_path / "folder")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = torch.zeros(64)  # beside model.language_model.norm.weight
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"model\.norm\.weight .*are the same weight"):
+        open_model(folder, SEQ_LEN)
+
+
 @pytest.mark.parametrize("name", ["tied", "experts"])
 def test_adapters_that_peft_saved_over_the_whole_model_are_read(name, published, tmp_path):
     """PEFT finds "language_model." in their names; ours are those of the text alone."""
@@ -332,7 +352,20 @@ WRONG = [
     ({"linear_num_value_heads": 3}, "3 is not a multiple of 2 key heads"),
     ({"linear_key_head_dim": 0}, "linear_key_head_dim 0 is not a positive number"),
     ({"hidden_act": "gelu"}, "hidden_act gelu"),
-    ({"attn_output_gate": False}, "attn_output_gate is not supported"),
+    ({"attn_output_gate": False}, "attn_output_gate false is not supported"),
+    *(
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "mrope_section": section,
+                }
+            },
+            f"mrope_section {section} in rope_parameters is not three",
+        )
+        for section in (None, [1], "x")
+    ),
 ]
 WRONG_EXPERTS = [
     ({"layer_types": ["linear_attention"] * 3}, "layer_types has 3 of 4 blocks"),

@@ -81,23 +81,36 @@ def problems_of(config) -> Iterator[str]:
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, name, None) is not None:
             yield f"{name} is not supported"
-    if getattr(config, "use_bidirectional_attention", False):
-        yield "use_bidirectional_attention is not supported: attention is causal"
-    if is_hybrid(config):
-        keys, values = config.linear_num_key_heads, config.linear_num_value_heads
-        if values % keys:
-            yield f"linear_num_value_heads {values} is not a multiple of {keys} key heads"
-        if act != "silu" or not getattr(config, "attn_output_gate", True):
-            yield f"hidden_act {act} or attn_output_gate is not supported, only silu with a gate"
-        if unknown := {*config.layer_types} - {"linear_attention", "full_attention"}:
-            yield f"layer_types: {unknown.pop()} is not supported"
-        if len(config.layer_types) != config.num_hidden_layers:
-            yield f"layer_types has {len(config.layer_types)} of {config.num_hidden_layers} blocks"
+    for name, value in (("use_bidirectional_attention", False), ("is_causal", True)):
+        if bool(getattr(config, name, value)) != value:
+            yield f"{name} {getattr(config, name)} is not supported: attention is causal"
+    yield from problems_of_layers(config)
     if problem := why_unread(getattr(config, "quantization_config", None)):
         yield problem
     if is_mixture(config):
         yield from problems_of_experts(config)
     yield from problems_of_rope(config)
+
+
+def problems_of_layers(config) -> Iterator[str]:
+    """What is wrong with the kinds of attention in its blocks."""
+    kinds = {"full_attention", "linear_attention" if is_hybrid(config) else "sliding_attention"}
+    layers = getattr(config, "layer_types", None) or ()
+    if unknown := {*layers} - kinds:
+        yield f"layer_types: {unknown.pop()} is not supported"
+    if "sliding_attention" in layers and getattr(config, "sliding_window", None) is None:
+        yield "layer_types has sliding_attention, but sliding_window is not set"
+    if not is_hybrid(config):
+        return
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    if values % keys:
+        yield f"linear_num_value_heads {values} is not a multiple of {keys} key heads"
+    if config.hidden_act != "silu":
+        yield f"hidden_act {config.hidden_act} is not supported in linear attention, only silu"
+    if not getattr(config, "attn_output_gate", True):
+        yield "attn_output_gate false is not supported, only true"
+    if len(config.layer_types) != config.num_hidden_layers:
+        yield f"layer_types has {len(config.layer_types)} of {config.num_hidden_layers} blocks"
 
 
 def problems_of_experts(config) -> Iterator[str]:
@@ -149,6 +162,9 @@ def problems_of_rope(config) -> Iterator[str]:
     partial = rope.get("partial_rotary_factor", 1.0)
     if config.model_type in PARTIAL and not (isinstance(partial, int | float) and 0 < partial <= 1):
         yield f"partial_rotary_factor {partial} is not a number above 0 up to 1"
+    section = rope.get("mrope_section", [1, 1, 1])  # transformers does not check it
+    if not isinstance(section, list) or [type(n) for n in section] != [int] * 3 or min(section) < 0:
+        yield f"mrope_section {section} in rope_parameters is not three numbers"
     for name in ("factor", "original_max_position_embeddings"):
         value = rope.get(name)
         if value is not None and not (isinstance(value, int | float) and 1 <= value < LARGEST):

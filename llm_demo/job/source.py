@@ -116,7 +116,9 @@ def load_config(folder: Path, max_len: int, weights_elsewhere: bool = False):
             raise ValueError(problem)  # transformers makes a list of them
         config = whole = read_config(folder)
         if whole.model_type in TEXT_OF:  # what reads text is trained
-            config = whole.text_config
+            config, kind = whole.text_config, TEXT_OF[whole.model_type]
+            if config.model_type != kind:
+                raise ValueError(f"text_config has model_type {config.model_type}, not {kind}")
             for name in ("tie_word_embeddings", "quantization_config"):
                 if value := getattr(whole, name, None):
                     setattr(config, name, value)

@@ -115,18 +115,22 @@ class Weights:
         # frequencies of old files, what the index does not name, a vision tower
         self.ignored = [n.removesuffix(EXTRA) for n in files if n.endswith(f".{EXTRA}")]
         self.ignored += [part for part in OTHERS if any(n.startswith(part) for n in files)]
+        self.names = {text_name(n): n for n in files}  # in the files
+        for name in files:
+            if name != (other := self.names[text_name(name)]):
+                raise UserError(f"{folder}: {name} and {other} are the same weight: which counts?")
+        files = {text_name(n): file for n, file in files.items()}
         named = files.keys()
         files = {n: f for n, f in files.items() if not n.startswith(tuple(self.ignored))}
         self.ignored += [n for n in files if n.endswith(ROTARY)]
         self.folder, self.files, self.stored = folder, files, {}
         self.bytes = sum(file.stat().st_size for file in set(files.values()))
-        self.bytes_read, self.names, kinds = 0, {}, {}  # names: in the files
+        self.bytes_read, kinds = 0, {}
         for file in sorted(set(files.values())):
             with _open(file) as opened:
-                self.names |= {text_name(name): name for name in opened.keys()}  # noqa: SIM118
                 self.ignored += sorted({*map(text_name, opened.keys())} - named)
                 for name in (n for n, f in files.items() if f == file):
-                    tensor = opened.get_slice(self.names.get(name, name))
+                    tensor = opened.get_slice(self.names[name])
                     self.stored[name] = tuple(tensor.get_shape())
                     kinds[name] = tensor.get_dtype()
         fp8 = [name for name, kind in kinds.items() if kind == low_bits.KIND]
@@ -254,7 +258,7 @@ def open_weights(folder: Path) -> Weights | None:
             places = json.loads(index.read_text())["weight_map"]
             if away := [f for f in places.values() if f[:1] == "/" or ".." in Path(f).parts]:
                 raise UserError(f"{index} names {away[0]}, which is not in its folder")
-            files = {text_name(n): folder / f for n, f in places.items()}
+            files = {n: folder / f for n, f in places.items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             raise UserError(f"{index} is not a safetensors index: {words_of(e)}") from e
         for file in dict.fromkeys(files.values()):
@@ -279,7 +283,7 @@ def weights_in(files: list[Path]) -> Weights:
     places = {}
     for file in files:
         with _open(file) as opened:
-            places |= dict.fromkeys(map(text_name, opened.keys()), file)
+            places |= dict.fromkeys(opened.keys(), file)
     return Weights(files[0].parent, places)
 
 
