@@ -11,6 +11,7 @@ import test_lora as lora
 from conftest import ROOT, ZERO, run, slow, train_cases
 from test_parity import SEQ_LEN, SIZES, argv, assert_equal, shake, train, write_models
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     Gemma3TextConfig,
     Glm4Config,
@@ -26,7 +27,8 @@ from llm_demo.core.errors import UserError
 from llm_demo.export import export
 from llm_demo.job.costs import parameters_of, refuse_shares
 from llm_demo.job.families import problems_of, window_of, without_window
-from llm_demo.job.model_folder import open_model
+from llm_demo.job.model_folder import describe_for_version_4, describe_model, open_model
+from llm_demo.job.source import load_tokenizer
 
 IDS = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)
 YARN = {"rope_type": "yarn", "rope_theta": 1e5, "factor": 8.0,
@@ -146,7 +148,11 @@ def test_a_window_goes_and_rotary_bases_stay():
 WRONG = [
     ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is not supported"),
     ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is not supported"),
-    ("gemma3", {"use_bidirectional_attention": True}, "attention is causal"),
+    ("gemma3", {"use_bidirectional_attention": True}, "attention True is not supported: attention"),
+    ("smollm3", {"is_causal": False}, "is_causal False is not supported: attention is causal"),
+    ("gemma3", {"sliding_window": None}, "sliding_attention, but sliding_window is not set"),
+    ("smollm3", {"layer_types": ["chunked_attention"] * 4}, "chunked_attention is not supported"),
+    ("smollm3", {"layer_types": ["linear_attention"] * 4}, "linear_attention is not supported"),
     ("granite", {"logits_scaling": 0.0}, "logits_scaling 0.0 is not a positive number"),
     ("glm4", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0}},
      "partial_rotary_factor 0 is not"),
@@ -160,6 +166,40 @@ def test_what_is_refused(name, changes, message):
     config = copy.deepcopy(MODELS[name])
     vars(config).update(changes)
     assert message in next(problems_of(config))
+
+
+@pytest.mark.parametrize("name", ["glm4", "phi3_long"])
+def test_transformers_4_rotates_the_same_part(name, tmp_path):
+    """It reads the part at the top level only, and of Phi's longrope it takes three keys only."""
+    config = copy.deepcopy(MODELS[name])
+    config.dtype, rope = "float32", config.rope_parameters
+    rope["partial_rotary_factor"] = 0.75
+    for more in ({}, {"attention_factor": 1.5}):  # which version 4 has no way to say
+        rope |= more
+        config.save_pretrained(tmp_path)
+        describe_for_version_4(tmp_path)
+        written = json.loads((tmp_path / "config.json").read_text())
+        assert written["partial_rotary_factor"] == 0.75
+        if name == "phi3_long" and not more:
+            assert written["rope_scaling"].keys() == {"type", "short_factor", "long_factor"}
+        again = AutoConfig.from_pretrained(tmp_path).rope_parameters
+        assert again.items() >= rope.items()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_stays_as_trained_where_the_family_ties_it(tied, tmp_path):
+    """Published files of SmolLM3 and Gemma 3 leave this key out; the weights decide."""
+    config = copy.deepcopy(MODELS["smollm3"])
+    config.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    given = json.loads(file.read_text())
+    file.write_text(json.dumps({k: v for k, v in given.items() if k != "tie_word_embeddings"}))
+    assert AutoConfig.from_pretrained(tmp_path).tie_word_embeddings
+    config.tie_word_embeddings = tied
+    describe_model(
+        tmp_path, load_tokenizer(str(ROOT / "models/qwen3-tiny")), tmp_path / "m", config
+    )
+    assert AutoConfig.from_pretrained(tmp_path / "m").tie_word_embeddings == tied
 
 
 @pytest.mark.parametrize("name", ["olmo2", "olmo3"])

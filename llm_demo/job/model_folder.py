@@ -25,7 +25,7 @@ from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
 from llm_demo.data.labels import stop_tokens
 from llm_demo.job.args import Args
-from llm_demo.job.costs import active_of, parameters_of, rotary_width
+from llm_demo.job.costs import PARTIAL, active_of, parameters_of, rotary_width
 from llm_demo.job.dist import from_rank0, once_per_node
 from llm_demo.job.families import position_limit
 from llm_demo.job.files import write_json
@@ -146,8 +146,7 @@ def describe_model(model: Path, tokenizer, folder: Path, config=None) -> None:
         if longest := max(changed.get(positions, 0), getattr(config, positions, 0)):
             changed[positions] = longest
         changed.pop("quantization_config", None)  # of the files, not of what is trained
-        if changed.get("tie_word_embeddings"):
-            changed["tie_word_embeddings"] = config.tie_word_embeddings
+        changed["tie_word_embeddings"] = config.tie_word_embeddings
         if changed != copied:
             write_json(folder / "config.json", changed, indent=2)
     if template := getattr(tokenizer, "undated_template", None):
@@ -212,11 +211,15 @@ def describe_for_version_4(folder: Path) -> None:
     rope = config["rope_parameters"]
     if local := rope.get("sliding_attention"):
         config["rope_local_base_freq"], rope = local["rope_theta"], rope["full_attention"]
+    elif config["model_type"] in PARTIAL and "partial_rotary_factor" in rope:
+        config["partial_rotary_factor"] = rope["partial_rotary_factor"]
     kind, config["rope_theta"] = rope["rope_type"], rope["rope_theta"]
-    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-    config["rope_scaling"] = None if kind == "default" else scaling | {"type": kind}
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"} | {"type": kind}
     if kind == "longrope":
         config["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
+        if config["model_type"] == "phi3" and not {"factor", "attention_factor"} & rope.keys():
+            scaling = {key: scaling[key] for key in ("type", "short_factor", "long_factor")}
+    config["rope_scaling"] = None if kind == "default" else scaling
     write_json(folder / "config.json", config, indent=2)
 
 
