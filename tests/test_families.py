@@ -188,7 +188,7 @@ def test_transformers_4_rotates_the_same_part(name, tmp_path):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_head_stays_as_trained_where_the_family_ties_it(tied, tmp_path):
-    """Published files of SmolLM3 and Gemma 3 leave this key out; the weights decide."""
+    """If config.json leaves this key out, the weights decide."""
     config = copy.deepcopy(MODELS["smollm3"])
     config.save_pretrained(tmp_path)
     file = tmp_path / "config.json"

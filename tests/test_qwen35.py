@@ -346,6 +346,7 @@ def test_a_run_goes_on_in_another_script(work, tmp_path):
 
 # ---------------------------------------------------------------- what is refused
 
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
 WRONG = [
     ({"layer_types": ["sliding_attention"] * 4}, "layer_types: sliding_attention is not supported"),
     ({"layer_types": ["linear_attention"] * 3}, "layer_types has 3 of 4 blocks"),
@@ -353,20 +354,9 @@ WRONG = [
     ({"linear_key_head_dim": 0}, "linear_key_head_dim 0 is not a positive number"),
     ({"hidden_act": "gelu"}, "hidden_act gelu"),
     ({"attn_output_gate": False}, "attn_output_gate false is not supported"),
-    *(
-        (
-            {
-                "rope_parameters": {
-                    "rope_type": "default",
-                    "rope_theta": 1e4,
-                    "mrope_section": section,
-                }
-            },
-            f"mrope_section {section} in rope_parameters is not three",
-        )
-        for section in (None, [1], "x")
-    ),
-]
+    *(({"rope_parameters": ROPE | {"mrope_section": section}},
+       f"mrope_section {section} in rope_parameters is not three") for section in (None, [1], "x")),
+]  # fmt: skip
 WRONG_EXPERTS = [
     ({"layer_types": ["linear_attention"] * 3}, "layer_types has 3 of 4 blocks"),
     ({"num_experts": 0}, "num_experts 0 is not a positive number"),

@@ -111,15 +111,15 @@ class Weights:
     mapped, and a rank should hold no more of a file than it keeps."""
 
     def __init__(self, folder: Path, files: dict[str, Path]):
+        self.names = {text_name(n): n for n in files}  # in the files
+        for name in files:
+            if name != (other := self.names[text_name(name)]):
+                raise UserError(f"{folder}: {name} and {other} are the same weight; remove one")
+        files = {text_name(n): file for n, file in files.items()}
         # what training doesn't use: layers that predict further tokens (DeepSeek), the rotary
         # frequencies of old files, what the index does not name, a vision tower
         self.ignored = [n.removesuffix(EXTRA) for n in files if n.endswith(f".{EXTRA}")]
         self.ignored += [part for part in OTHERS if any(n.startswith(part) for n in files)]
-        self.names = {text_name(n): n for n in files}  # in the files
-        for name in files:
-            if name != (other := self.names[text_name(name)]):
-                raise UserError(f"{folder}: {name} and {other} are the same weight: which counts?")
-        files = {text_name(n): file for n, file in files.items()}
         named = files.keys()
         files = {n: f for n, f in files.items() if not n.startswith(tuple(self.ignored))}
         self.ignored += [n for n in files if n.endswith(ROTARY)]
