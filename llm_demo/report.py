@@ -222,7 +222,7 @@ def facts(run, first) -> dict[str, object]:
         "peak memory": (" / ".join(map(short, memory)) or "–") + " GiB",
         "seen": f"{tokens} tokens, {labels} learnt",
         "skipped": f"{len(skipped(run)):,} of {len(run.steps):,} logged steps",
-        "duration": f"{timedelta(seconds=round(seconds))} h" if seconds < 1e9 else "–",
+        "duration": f"{timedelta(seconds=round(seconds))} h" if 0 <= seconds < 1e9 else "–",
         "last line logged": run.written,
         "learning rate": f"{c.get('lr', '–')}, {c.get('lr_scheduler', '–')}",
         "parallelism": c.get("parallelism", "–"),

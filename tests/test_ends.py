@@ -372,6 +372,22 @@ def test_a_terminal_obeys_nothing_that_is_printed(monkeypatch, tmp_path):
     assert not errors.CONTROL.search(message) and "\n" not in message
 
 
+def test_what_is_printed_holds_no_login(monkeypatch):
+    """Of a flag or of the environment, by the launcher, the ranks and their log; data stays."""
+    address, data = "https://me:hunter2@host/rows", "an answer: ftp://you:public@host"
+    monkeypatch.setattr(sys, "argv", ["x", f"--train_json={address}"])
+    monkeypatch.setenv("A_PLACE", "redis://:hunter3@host?token=hunter4&n=1")
+    known = f"{address} and redis://:hunter3@host?token=hunter4&n=1"
+    shown = "https://***@host/rows and redis://***@host?token=***&n=1"
+    for said in (errors.printable(known), str(UserError(known))):
+        assert said == shown
+    assert errors.printable(data) == data
+    flags = ["--settings", f"TRAIN_JSON={address}", "--", ROOT / SCRIPTS["fsdp"], "--hub", address]
+    done = run([sys.executable, "-m", "llm_demo.launch", *flags])
+    assert done.returncode == 2 and "hunter" not in done.stdout + done.stderr
+    assert "--train_json https://***@host/rows" in done.stdout.replace("'", "")
+
+
 OSC = "\x1b]0;title\x07 \x9b31m \u202eback"
 
 

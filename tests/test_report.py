@@ -278,6 +278,9 @@ def test_broken_files_and_missing_numbers(tmp_path):
     page = make(tmp_path / "bad.html", write(tmp_path / "bad", bad))
     assert rows_of(page)["training loss"] == ["not finite"]
     assert rows_of(page)["skipped"] == ["4 of 4 logged steps"]
+    for seconds in (-1e200, 1e200, -1, "1", 1e400):
+        (tmp_path / "bad/summary.json").write_text(json.dumps({"steps": 4, "seconds": seconds}))
+        assert rows_of(make(tmp_path / "bad.html", tmp_path / "bad"))["duration"] == ["–"]
 
 
 class Texts(HTMLParser):

@@ -435,13 +435,53 @@ def test_a_file_is_replaced_not_what_a_link_at_its_part_points_to(tmp_path):
 
 
 def test_no_secret_of_the_environment_is_written_down(monkeypatch):
-    names = ("TOKEN", "API_KEY", "SECRET", "PASSWORD", "CREDENTIALS", "AUTH", "PASSWD")
+    names = ("TOKEN", "API_KEY", "SECRET", "PASSWORD", "CREDENTIALS", "AUTH", "PASSWD", "secret",
+             "PWD", "Private", "db_url_pwd")  # fmt: skip
     secret = {f"TORCH_{name}": "hunter2" for name in names}
     for name, value in {**secret, "NCCL_DEBUG": "WARN", "OTHER": "hunter2"}.items():
         monkeypatch.setenv(name, value)
+    for name, (value, _) in ADDRESSES.items():
+        monkeypatch.setenv(f"TORCH_{name}", value)
     found = environment(WORLD)["environment"]
     assert found["NCCL_DEBUG"] == "WARN" and secret.keys() <= found.keys()
+    assert {found[f"TORCH_{name}"] for name in ADDRESSES} == {
+        kept for _, kept in ADDRESSES.values()
+    }
     assert "hunter2" not in str(found)
+
+
+ADDRESSES = {  # name: a value, what is written down of it
+    "redis": ("redis://u:hunter2@h:6379/0", "redis://***@h:6379/0"),
+    "no_user": ("a=1,redis://:hunter2@h,b=2", "a=1,redis://***@h,b=2"),
+    "only_one": ("https://hunter2@h/x", "https://***@h/x"),
+    "slash": ("https://u:hun/hunter2@h/x", "https://***@h/x"),
+    "two": ("http://h:80/a;x://u:hunter2@h;y://u:p@hunter2@i", "http://h:80/a;x://***@h;y://***@i"),
+    "query": ("s3://h/x?a=1&Api-Key=hunter2&b=2", "s3://h/x?a=1&Api-Key=***&b=2"),
+    "none": ("https://h:80/a/b@rev?x=1&y=a@b, c@d", "https://h:80/a/b@rev?x=1&y=a@b, c@d"),
+}
+
+
+def test_no_secret_of_a_flag_is_written_down_or_shown(tmp_path):
+    """But in cmd.sh, which has to start the run again."""
+    settings = {
+        "deepspeed_config": "https://u:hunter2@h/x",
+        "seq_len": 8,
+        "lr": 0.5,
+        "adapter": None,
+    }
+    run_folder.describe_run(tmp_path, settings, WORLD)
+    kept = settings | {"deepspeed_config": "https://***@h/x"}
+    assert json.loads((tmp_path / "config.json").read_text()) == kept
+    # of an earlier version
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    before = {
+        "environment": {"HSA_PWD": "hunter2", "NCCL_URL": "x://a:hunter2@h", "NCCL_DEBUG": "1"}
+    }
+    (tmp_path / "env.json").write_text(json.dumps(before))
+    run = run_folder.read_run(tmp_path)
+    assert run.config == kept
+    after = {"HSA_PWD": "left out", "NCCL_URL": "x://***@h", "NCCL_DEBUG": "1"}
+    assert run.env == {"environment": after}
 
 
 @pytest.mark.parametrize("name", [

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import platform
-import re
 import shlex
 import shutil
 import statistics
@@ -22,7 +21,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import SimpleNamespace
 
-from llm_demo.core.errors import UserError
+from llm_demo.core.errors import SECRET, UserError, without_secrets
 from llm_demo.job.files import ROOT, write_json
 from llm_demo.job.parsing import MAX_INT
 from llm_demo.job.process import read_text, regular
@@ -51,10 +50,9 @@ exec env {nodes} PYTHONPATH={root} {python} -m llm_demo.launch {script} {argv} "
 PACKAGES = ("torch", "transformers", "deepspeed", "datasets", "accelerate", "peft", "numpy",
             "flash_attn", "fla-core")  # fmt: skip
 
-# Environment variables to record, by prefix. SECRET: in a name, it keeps the value out.
+# Environment variables to record, by prefix.
 RECORDED = ("NCCL_", "RCCL_", "TORCH_", "PYTORCH_", "OMP_", "CUDA_VIS", "HIP_", "HSA_", "ROCR_",
             "GPU_MAX_HW_QUEUES")  # fmt: skip
-SECRET = re.compile("TOKEN|KEY|SECRET|PASS|CRED|AUTH")
 
 
 def choose_folder(args, script: str) -> Path:
@@ -221,7 +219,7 @@ def environment(world) -> dict:
     git = ["git", "-C", ROOT, "describe", "--always", "--dirty", "--abbrev=12"]
     with contextlib.suppress(FileNotFoundError):  # git is not installed
         revision = revision or subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    return {
+    found = {
         "versions": versions,
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
@@ -231,16 +229,30 @@ def environment(world) -> dict:
         "platform": platform.platform(),
         "revision": revision or None,
         "environment": {
-            k: "left out" if SECRET.search(k) else v
+            k: v
             for k, v in sorted(os.environ.items())
             if k.startswith((*RECORDED, *KERNEL_VARIABLES))
         },
     }
+    return recorded(found)
+
+
+def recorded(content: dict) -> dict:
+    """What config.json or env.json holds, without secrets: values of variables whose names look
+    like a secret's, logins in addresses."""
+    kept = {}
+    for key, value in content.items():
+        if isinstance(value, str):
+            value = without_secrets(value)
+        elif key == "environment" and isinstance(value, dict):
+            value = {k: "left out" if SECRET.search(k) else v for k, v in recorded(value).items()}
+        kept[key] = value
+    return kept
 
 
 def describe_run(folder: Path, settings: dict, world) -> None:
-    """Write config.json, env.json and cmd.sh."""
-    write_json(folder / "config.json", settings, indent=2, default=str)
+    """Write config.json, env.json and cmd.sh. The last alone has the flags as they were given."""
+    write_json(folder / "config.json", recorded(settings), indent=2, default=str)
     write_json(folder / "env.json", environment(world), indent=2, default=str)
     argv = [a for a in sys.argv[1:] if not a.startswith("--local_rank")]
     several = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -275,7 +287,7 @@ def read_run(folder: Path) -> SimpleNamespace:
         if not isinstance(content, dict):
             run.notes.append(f"{name}.json could not be read")
             content = {}
-        setattr(run, name, content)
+        setattr(run, name, recorded(content))  # it may be older, or from elsewhere
     if "model_type" in run.config and not file.exists():
         raise UserError(f"{folder} is a model's folder, not a run's")
     lines = []
