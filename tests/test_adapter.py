@@ -148,6 +148,8 @@ CONFIGS = {  # what is changed in adapter_config.json: what is said
     r'rank_pattern {"q_proj": 4} can\'t be': {"rank_pattern": {"q_proj": 4}},
     r"alpha_pattern {.*} can't be": {"alpha_pattern": {"q_proj": 4}},
     r"layers_to_transform \[0\] can't be": {"layers_to_transform": [0]},
+    "layers_to_transform 0 can't be": {"layers_to_transform": 0},
+    "trainable_token_indices 0 can't be": {"trainable_token_indices": 0},
     "fan_in_fan_out true can't be": {"fan_in_fan_out": True},
     'init_lora_weights "pissa" can\'t be': {"init_lora_weights": "pissa"},
     'init_lora_weights "mica" can\'t be': {"init_lora_weights": "mica"},

@@ -110,7 +110,8 @@ def problems_of(config: dict) -> Iterator[str]:
     """Why an adapter_config.json can't be trained on exactly, if so."""
     for key in config.keys() - READ - WITHOUT_EFFECT:
         value = config[key]
-        if value not in ALLOWED[key] if key in ALLOWED else value:
+        on = value or type(value) is int  # 0 may be the first layer or token
+        if value not in ALLOWED[key] if key in ALLOWED else on:
             yield (
                 f"{key} {json.dumps(value)[:80]} can't be trained on exactly: merge the adapter "
                 "into its base with peft's merge_and_unload, and train from that model"
