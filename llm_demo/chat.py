@@ -7,7 +7,6 @@ transformers, on one CPU or GPU."""
 
 import argparse
 import functools
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -19,6 +18,8 @@ from llm_demo.core.errors import UserError
 from llm_demo.data.labels import stop_tokens
 from llm_demo.data.turns import REFUSALS
 from llm_demo.export import ALONE, export, export_of
+from llm_demo.job.adapter_folder import open_adapter
+from llm_demo.job.adapters import add_adapter, start_of
 from llm_demo.job.checkpoint_files import checked_facts, find_checkpoint
 from llm_demo.job.device import DTYPES, pick_dtype, this_device
 from llm_demo.job.dist import run
@@ -86,7 +87,10 @@ def load(args, work: Path):
             line = export(checkpoint, folder, dtype, merge=merge, base=args.base)
             print(line, file=sys.stderr)
     elif (given / "adapter_config.json").is_file() and not (given / "config.json").is_file():
-        folder, adapter = find_model(args.base or base_of(given)), given
+        adapter = open_adapter(str(given))
+        if not (base := args.base or adapter.base):
+            raise UserError(f"{given}/adapter_config.json names no base: name it with --base")
+        folder = find_model(base)
     elif args.base:
         raise UserError(f"--base: {args.model} is no adapter")
     else:
@@ -94,32 +98,17 @@ def load(args, work: Path):
     config, weights = open_model(folder, 1, functools.partial(print, file=sys.stderr))
     if weights is None:
         raise UserError(f"{folder} has no weights: name a trained model or a run")
-    brings = adapter and (adapter / "tokenizer.json").is_file()
-    tokenizer = load_tokenizer(str(adapter if brings else folder), args.chat_template)
+    brings = adapter and (given / "tokenizer.json").is_file()
+    tokenizer = load_tokenizer(str(given if brings else folder), args.chat_template)
     if not tokenizer.chat_template:
         raise UserError(f"{folder} has no chat template: set one with --chat_template FILE")
+    # refuses what is not the model's before its weights are loaded
+    start = adapter and start_of(adapter, ",".join(adapter.targets), config)
     device = this_device()
     model = load_model(args.model, folder, config, pick_dtype(args.dtype, device)[0])
     if adapter:
-        from peft import PeftModel  # takes a second
-
-        model = PeftModel.from_pretrained(model, adapter)
+        add_adapter(model, adapter, start["read"])
     return model.to(torch.device(device.type)), tokenizer
-
-
-def base_of(adapter: Path) -> str:
-    """The model that PEFT's adapter names. Raises UserError if it is not a LoRA in safetensors."""
-    file = adapter / "adapter_config.json"
-    try:
-        content = json.loads(file.read_text())
-        kind, base = content["peft_type"], content["base_model_name_or_path"]
-        if kind != "LORA" or not isinstance(base, str):
-            raise ValueError(f"a LoRA of a base is supported, not {kind} of {base!r}")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
-        raise UserError(f"{file}: {words_of(e)}") from e
-    if not (adapter / "adapter_model.safetensors").is_file():
-        raise UserError(f"{adapter} has no adapter_model.safetensors")
-    return base
 
 
 @torch.no_grad()

@@ -366,7 +366,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     ask = parse(argv)
     with tempfile.TemporaryDirectory() as folder:
-        on_hub = not Path(ask.model).expanduser().is_dir()
+        on_hub = not Path(os.path.expanduser(ask.model)).is_dir()
         path = find_model(ask.model, config_in=folder)
         config, weights = open_model(path, ask.seq_len, with_weights=not on_hub)
     if weights and weights.packed and ask.base_bits != 4:

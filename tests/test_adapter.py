@@ -18,7 +18,15 @@ from transformers import AutoModelForCausalLM
 
 from fsdp.flags import GROUPS
 from llm_demo.job.adapter_folder import BASE, BITS, open_adapter
-from llm_demo.job.adapters import ALL, choose_lora, factors_of, matrices_in, origin, start_of
+from llm_demo.job.adapters import (
+    ALL,
+    add_adapter,
+    choose_lora,
+    factors_of,
+    matrices_in,
+    origin,
+    start_of,
+)
 from llm_demo.job.args import parse_args
 from llm_demo.job.weights_files import base_digest, not_started
 
@@ -142,8 +150,8 @@ def change(folder, config=None, tensors=None):
 
 LAYER = "base_model.model.model.layers.1.self_attn"
 CONFIGS = {  # what is changed in adapter_config.json: what is said
-    "use_dora true can't be trained on exactly: merge": {"use_dora": True},
-    'bias "all" can\'t be trained on': {"bias": "all"},
+    "use_dora true can't be applied exactly: merge": {"use_dora": True},
+    'bias "all" can\'t be applied': {"bias": "all"},
     r'modules_to_save \["lm_head"\] can\'t be': {"modules_to_save": ["lm_head"]},
     r'rank_pattern {"q_proj": 4} can\'t be': {"rank_pattern": {"q_proj": 4}},
     r"alpha_pattern {.*} can't be": {"alpha_pattern": {"q_proj": 4}},
@@ -164,6 +172,11 @@ CONFIGS = {  # what is changed in adapter_config.json: what is said
     "invalid lora_alpha: NaN": {"lora_alpha": float("nan")},
     "invalid lora_dropout: 2": {"lora_dropout": 2},
     "invalid target_modules: 3": {"target_modules": 3},
+    "target_modules leaves out model.layers.0.self_attn.q_proj, of": {
+        "target_modules": ["down_proj"]
+    },
+    "target_modules leaves out model.layers.0.mlp.down_proj": {"target_modules": r".*\.[qv]_proj"},
+    "target_modules is neither a list nor a reg": {"target_modules": "("},
     "target_modules has v_proj, of which": {"target_modules": ["q_proj", "down_proj", "v_proj"]},
     r"layers.0.* has shape \[6, 64\], but rank 5 and this": {"r": 5},
 }
@@ -207,6 +220,21 @@ def read_all(folder, config, targets=None):
     )  # fmt: skip
     shapes = factors_of(lora.facts(), matrices_in(config))
     return {name: start["read"](name) for name in shapes}
+
+
+@pytest.mark.parametrize("name", HOW)
+def test_a_chat_adds_an_adapter_as_peft_does(name, work):
+    folder, ids = work[0], torch.arange(40)[None]
+    base, same = (
+        AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32) for _ in "12"
+    )
+    before = base(ids).logits
+    adapter = open_adapter(str(folder / f"{name}-adapter"))
+    start = start_of(adapter, ",".join(adapter.targets), base.config)
+    add_adapter(base, adapter, start["read"])
+    expected = PeftModel.from_pretrained(same, folder / f"{name}-adapter")(ids).logits
+    torch.testing.assert_close(base(ids).logits, expected, rtol=1e-4, atol=1e-5)
+    assert (before - expected).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("how", [

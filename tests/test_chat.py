@@ -7,7 +7,8 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, refused
+from conftest import ROOT, refused, smaller_model
+from safetensors.torch import save_file
 from test_plan import alone  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -98,6 +99,81 @@ def test_adapters_of_a_run_and_of_a_folder(tmp_path, alone, monkeypatch, capsys)
             talk(monkeypatch, capsys, name)
 
 
+CONFIGS = {  # what a stranger's adapter_config.json says: what is said of it
+    "peft_type": ("IA3", 'peft_type "IA3" can\'t be applied exactly: merge'),
+    "r": ("x", 'invalid r: "x"'),
+    "r ": (-1, "invalid r: -1"),
+    "lora_alpha": ("x", 'invalid lora_alpha: "x"'),
+    "target_modules": (["nope"], "target_modules leaves out model.layers.0.self_attn.q_proj"),
+    "target_modules ": ("nope.*", "target_modules leaves out model.layers.0.self_attn.q_proj"),
+    "init_lora_weights": ("loftq", 'init_lora_weights "loftq" can\'t be applied exactly: merge'),
+    "init_lora_weights ": ("junk", 'init_lora_weights "junk" can\'t be applied'),
+    "layers_to_transform": ([99], r"layers_to_transform \[99\] can't be applied"),
+    "layer_replication": ([[0, 6]], r"layer_replication \[\[0, 6\]\] can't be applied"),
+    "modules_to_save": (["lm_head"], r'modules_to_save \["lm_head"\] can\'t be applied'),
+    "trainable_token_indices": ([10**9], "trainable_token_indices .* can't be applied"),
+    "task_type": ("junk", 'task_type "junk" can\'t be applied'),
+    "megatron_config": ({"a": 1}, "megatron_config .* can't be applied"),
+    "base_model_name_or_path": (None, "adapter_config.json names no base: name it with --base"),
+    "base_model_name_or_path ": ("~nobody-here/x", "no model at ~nobody-here/x"),
+    "base_model_name_or_path  ": ("a\0b", r"no model at a\\x00b"),
+}
+FACTOR = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
+TENSORS = {  # what its file of tensors holds, beside or in place of what it should
+    "lora_B.weight is missing: each block": {FACTOR.format(1, "B"): None},
+    r"has shape \[9, 8\], but rank 2 and this model imply \[\d+, 2\]": {
+        FACTOR.format(0, "B"): torch.zeros(9, 8)},
+    "embed_tokens.lora_A.weight is not a factor of a layer": {
+        "base_model.model.model.embed_tokens.lora_A.weight": torch.zeros(2, 8)},
+    "layers.9.self_attn.q_proj.lora_A.weight is not a factor": {
+        FACTOR.format(9, "A"): torch.zeros(1)},
+    "layers.0.self_attn.q_proj.lora_A.weight is not finite": {
+        FACTOR.format(0, "A"): torch.full((2, 64), torch.nan)},
+    "x is not a factor of a layer that can have adapters in this model": "x",
+    "safetensors is damaged or incomplete: .*header": b"junk",
+    "adapter holds adapter_model.bin, but no adapter_model.safetensors": None,
+}  # fmt: skip
+
+
+def test_an_adapter_of_a_stranger_is_one_line(tmp_path, monkeypatch, capsys, record_property):
+    """peft, which would end in as many tracebacks, never sees it."""
+    record_property("bad inputs", len(CONFIGS) + len(TENSORS))
+    monkeypatch.setitem(sys.modules, "peft", None)
+    base = smaller_model(tmp_path / "base", num_hidden_layers=2)
+    config = chat.open_model(base, 1)[0]
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(base)
+    shapes = {"A": (2, 64), "B": (config.num_attention_heads * 16, 2)}
+    good = {FACTOR.format(i, k): torch.ones(shapes[k]) for i in range(2) for k in shapes}
+    file, tensors = (
+        tmp_path / "adapter/adapter_config.json",
+        tmp_path / "adapter/adapter_model.safetensors",
+    )
+    says = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    says["base_model_name_or_path"] = str(base)
+    file.parent.mkdir()
+    file.write_text(json.dumps(says))
+    save_file(good, tensors)
+    out = talk(monkeypatch, capsys, file.parent)[0]
+    assert out.count("\n") == 2 and out != talk(monkeypatch, capsys, base)[0]
+    for key, (value, message) in CONFIGS.items():
+        file.write_text(json.dumps(says | {key.strip(): value}))
+        with refused(message):
+            talk(monkeypatch, capsys, file.parent)
+    file.write_text(json.dumps(says))
+    for message, change in TENSORS.items():
+        if isinstance(change, dict):
+            found = {n: t for n, t in (good | change).items() if t is not None}
+            save_file(found, tensors)
+        elif change == "x":
+            save_file({"x": torch.zeros(1)}, tensors)
+        elif change:
+            tensors.write_bytes(change)
+        else:
+            tensors.rename(file.parent / "adapter_model.bin")
+        with refused(message):
+            talk(monkeypatch, capsys, file.parent)
+
+
 def test_what_cannot_be_talked_to_is_one_line(tmp_path, monkeypatch, capsys):
     tiny = ROOT / "models/qwen3-tiny"
     model = AutoModelForCausalLM.from_config(chat.open_model(tiny, 1)[0], dtype=torch.float32)
@@ -107,8 +183,6 @@ def test_what_cannot_be_talked_to_is_one_line(tmp_path, monkeypatch, capsys):
     tokenizer.save_pretrained(tmp_path / "good")
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path / "plain")
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps({"peft_type": "IA3"}))
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     (tmp_path / "run/cmd.sh").write_text("")
     (tmp_path / "refuses.jinja").write_text(
@@ -118,7 +192,6 @@ def test_what_cannot_be_talked_to_is_one_line(tmp_path, monkeypatch, capsys):
         ([tmp_path / "none"], "no model at .*/none"),
         ([tiny], "has no weights: name a trained model or a run"),
         ([tmp_path / "plain"], "plain has no chat template: set one with --chat_template FILE"),
-        ([tmp_path / "adapter"], "adapter_config.json: .*base_model_name_or_path"),
         ([tmp_path / "run"], "run.*no.*checkpoint"),
         ([tmp_path / "good", "--base", tiny], "--base: .*good is no adapter"),
         ([tmp_path / "good", "--chat_template", tmp_path / "refuses.jinja"], "conversation: No."),

@@ -1,5 +1,6 @@
-"""A PEFT adapter's folder, as --adapter names it: what it says of itself, and whether that can be
-trained on exactly. Imports nothing heavy, so that a launcher can read it."""
+"""A PEFT adapter's folder, as --adapter or a chat names it: what it says of itself, and whether
+that can be applied exactly. It may be a stranger's: peft never reads it. Imports nothing heavy, so
+that a launcher can read it."""
 
 import json
 import math
@@ -41,7 +42,7 @@ class Adapter(NamedTuple):
     alpha: float  # products are scaled by this / rank, with use_rslora too
     dropout: float
     targets: frozenset[str]  # what has factors; of experts, the names of their fused matrices
-    named: frozenset[str]  # target_modules, if it is a list: ends of names
+    modules: str | list[str] | None  # target_modules: a regular expression, or ends of names
     tensors: tuple[str, ...]  # names in the file
     base: str  # name of the base, "" if none is given
     made_for: str  # base_digest of it, "" unless this project's export has noted it
@@ -51,9 +52,24 @@ class Adapter(NamedTuple):
     def file(self) -> Path:
         return self.folder / "adapter_model.safetensors"
 
+    def aims_at(self, module: str) -> bool:
+        """Whether target_modules means this module, as in peft. Raises UserError for one that is no
+        regular expression."""
+        if self.modules in (None, "all-linear"):
+            return True
+        if isinstance(self.modules, list):
+            return any(f".{module}".endswith(f".{name}") for name in self.modules)
+        try:
+            return bool(re.fullmatch(self.modules, module))
+        except (re.error, RecursionError, OverflowError) as e:
+            raise UserError(
+                f"{self.folder}/adapter_config.json: target_modules is neither a list nor a "
+                f"regular expression: {words_of(e)}"
+            ) from e
+
 
 def open_adapter(name: str) -> Adapter:
-    """Read what a folder says. Raises UserError for what can't be trained on exactly."""
+    """Read what a folder says. Raises UserError for what can't be applied exactly."""
     folder = Path(name)
     file = folder / "adapter_config.json"
     if not file.is_file():
@@ -76,8 +92,7 @@ def open_adapter(name: str) -> Adapter:
         ends |= {ending(name) for name in config.get("target_parameters") or ()}
     return Adapter(
         folder, rank, alpha * math.sqrt(rank) if config.get("use_rslora") else alpha,
-        config.get("lora_dropout") or 0.0, frozenset(ends - {"experts"}),
-        frozenset(map(ending, modules) if isinstance(modules, list) else ()), tensors,
+        config.get("lora_dropout") or 0.0, frozenset(ends - {"experts"}), modules, tensors,
         config.get("base_model_name_or_path") or "", metadata.get(BASE, ""), metadata.get(BITS, ""),
     )  # fmt: skip
 
@@ -107,14 +122,14 @@ def ending(name: str) -> str:
 
 
 def problems_of(config: dict) -> Iterator[str]:
-    """Why an adapter_config.json can't be trained on exactly, if so."""
+    """Why an adapter_config.json can't be applied exactly, if so."""
     for key in config.keys() - READ - WITHOUT_EFFECT:
         value = config[key]
         on = value or type(value) is int  # 0 may be the first layer or token
         if value not in ALLOWED[key] if key in ALLOWED else on:
             yield (
-                f"{key} {json.dumps(value)[:80]} can't be trained on exactly: merge the adapter "
-                "into its base with peft's merge_and_unload, and train from that model"
+                f"{key} {json.dumps(value)[:80]} can't be applied exactly: merge the adapter "
+                "into its base with peft's merge_and_unload, and use that model"
             )
     for key, fits in FITS.items():
         if not fits(value := config.get(key)):

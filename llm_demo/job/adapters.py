@@ -3,7 +3,8 @@
 import functools
 import importlib.util
 import math
-from collections.abc import Container
+import re
+from collections.abc import Callable, Container
 
 import torch
 
@@ -13,7 +14,7 @@ from llm_demo.core.experts import FUSED, fused
 from llm_demo.core.four_bits import BLOCK, row_bytes
 from llm_demo.core.lora import Lora, matrices_of, target_of
 from llm_demo.core.mesh import World
-from llm_demo.job.adapter_folder import Adapter, open_adapter
+from llm_demo.job.adapter_folder import Adapter, ending, open_adapter
 from llm_demo.job.costs import experts_of, parameters_of
 from llm_demo.job.device import drawn_on
 from llm_demo.job.dist import from_rank0, same_on_all_nodes
@@ -21,6 +22,7 @@ from llm_demo.job.text import short
 from llm_demo.job.weights_files import TEXT, Weights, base_digest, identity_of
 
 ALL = "all-linear"  # of --lora_targets; PEFT's name for it
+MODULE = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")  # of a factor, in PEFT's files
 
 
 def decide_lora(args, world: World, source, dtype: str) -> tuple[Lora | None, list[str]]:
@@ -82,11 +84,19 @@ def start_of(adapter: Adapter, targets: str, config) -> dict:
                 f"{file}: {name} has shape {list(shape)}, but rank {adapter.rank} and this model "
                 f"imply {list(t.shape)}"
             )
-    if lost := [name for name in names if name in adapter.named and name not in here]:
+    config_file = f"{adapter.folder}/adapter_config.json"
+    listed = set(map(ending, adapter.modules)) if isinstance(adapter.modules, list) else ()
+    if lost := [name for name in names if name in listed and name not in here]:
         raise UserError(
-            f"{adapter.folder}/adapter_config.json: target_modules has {lost[0]}, of which "
-            f"{file.name} has no factor"
+            f"{config_file}: target_modules has {lost[0]}, of which {file.name} has no factor"
         )
+    for name in held:
+        module = MODULE.fullmatch(stored[name])[1]
+        if ".experts." not in name and not adapter.aims_at(module):
+            raise UserError(
+                f"{config_file}: target_modules leaves out {module}, of which {file.name} has a "
+                "factor"
+            )
     asked = {*names} if targets == ALL else {name.strip() for name in targets.split(",")}
     if asked != {*here}:
         raise UserError(
@@ -214,6 +224,20 @@ def merge_into(
     if a is not None:
         add = weight.baddbmm_ if weight.ndim == 3 else weight.addmm_
         add(b, a, alpha=lora["alpha"] / lora["rank"])
+
+
+@torch.no_grad()
+def add_adapter(model, adapter: Adapter, read: Callable) -> None:
+    """Add a folder's adapters to transformers' own model. read: of `start_of`. Raises UserError if
+    a factor is not finite."""
+    lora = {"rank": adapter.rank, "alpha": adapter.alpha, "targets": adapter.targets}
+    weights = dict(model.named_parameters())
+    factors = factors_of(lora, {name: tuple(p.shape) for name, p in weights.items()})
+    for name, p in weights.items():
+        if found := {n: read(n) for n in factor_names(name) if n in factors}:
+            whole = p.float()
+            merge_into(name, whole, found, lora)
+            p.copy_(whole)
 
 
 def in_peft(factors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

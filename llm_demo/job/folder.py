@@ -141,7 +141,7 @@ def _refuse_inputs_in(folder: Path, args) -> None:
     folder = folder.resolve()
     for flag in INPUTS:
         for name in filter(None, (getattr(args, flag, None) or "").split(",")):
-            path = str(Path(name.strip()).expanduser())
+            path = os.path.expanduser(name.strip())
             paths = (path, path.rpartition("*")[0] or path)  # it may have a weight
             for file in (Path(p) for p in paths for p in glob.glob(p, recursive=True) or [p]):
                 if file.exists() and folder in (file.resolve(), *file.resolve().parents):

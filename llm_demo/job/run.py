@@ -319,7 +319,7 @@ def next_steps(folder: Path, args: Args, steps: int, best: Path) -> list[str]:
 def evaluate(exported: Path, args: Args) -> str:
     """The command to evaluate the exported model (and a base with weights) on held-out data."""
     base = args.model_name_or_path
-    folder = Path(base).expanduser()
+    folder = Path(os.path.expanduser(base))
     trained = not folder.is_dir() or any(folder.glob("*.safetensors"))
     trained &= not args.tokenizer_name_or_path  # the base may have no tokenizer
     parts = (with_split(part.strip(), args.dataset_config) for part in args.eval_json.split(","))

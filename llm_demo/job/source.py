@@ -36,7 +36,7 @@ def find_model(name: str, config_in: str | None = None) -> Path:
 
     config_in: a folder for config.json, if that is all one needs. In the cache it would look like a
     model without weights."""
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     if (folder / "cmd.sh").is_file() and (folder / "checkpoints").is_dir():
         raise UserError(
             f"{name} is the folder of a run, not a model: export it first with "
@@ -152,7 +152,7 @@ PROBE = (
 def load_tokenizer(name: str, chat_template: str | None = None):
     """The tokenizer of a folder or hub id, with the ids of its tokenizer.json. chat_template: a
     file that replaces its own template. Raises UserError."""
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     if folder.is_dir():
         refuse_pointers(folder)
     else:

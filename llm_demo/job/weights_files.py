@@ -10,6 +10,7 @@ Qwen3.5 as published, all experts of a block are fused. All other tensors have o
 import contextlib
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -314,7 +315,7 @@ def fingerprint(config) -> str:
 def identity_of(name: str, folder: Path, weights: Weights | None, seed: int, device: str) -> dict:
     """What adapters belong to. name: of the model, as given. Random weights are known by their seed
     and by the device that draws them."""
-    local = Path(name).expanduser() == folder
+    local = Path(os.path.expanduser(name)) == folder
     base = {"path": str(folder.absolute()) if local else name}
     if weights:
         return base | {"weights": weights.digest()}
