@@ -23,6 +23,7 @@ from llm_demo.job.text import counted, progress
 FORMAT = 9  # of a pack; increase it when the same files are read, labelled or stored differently
 SPLIT_SEED = 0  # not --seed, so that runs with other seeds have the same held-out documents
 SHOWN = 400  # tokens from each end of a long example
+MOST_DOCUMENTS = 200_000_000  # of all passes of a mixture: a few GB of numbers
 # Flags that the rows of a step depend on; with the file's content they identify them.
 FLAGS = (
     "seq_len", "pack_sequences", "train_on_prompt", "data_format", "input_key", "target_key",
@@ -200,6 +201,14 @@ def mix(
     each of three passes. A pass depends on seed and number alone, so a longer run has the same."""
     available, passes, n_rows = np.sort(packs.row_docs), [], 0
     files = [available[packs.doc_file[available] == n] for n in range(len(weights))]
+    a_pass = sum(weight * len(file) for weight, file in zip(weights, files, strict=True))
+    total = max(a_pass * epochs, rows * len(available) / len(packs))
+    if total > MOST_DOCUMENTS:
+        raise UserError(
+            f"--train_json: a pass with the weights {weights} has {a_pass:,.0f} documents, and the "
+            f"run takes {total:,.0f}: at most {MOST_DOCUMENTS:,}; give smaller weights, or fewer "
+            "steps or epochs"
+        )
     for epoch in itertools.count():
         documents = [
             _dealt(documents, weight, [seed, n], epoch)
