@@ -337,6 +337,8 @@ BAD = [
     ("fsdp", "--dataset_split test", "--dataset_split test applies only to hub datasets"),
     ("fsdp", "--data_format messages", "good.jsonl:1.*messages"),
     ("fsdp", "--input_key prompt", "--input_key and --target_key"),
+    ("fsdp", "--input_key a --target_key a", "--input_key and --target_key both name 'a'"),
+    ("fsdp", "--train_json good.jsonl*1e9", "good.jsonl.1e9: a weight must be at most 1,000"),
     ("fsdp", "--learn_turns some", "--learn_turns.*some"),
     ("fsdp", "--learn_turns last --train_on_prompt", "--learn_turns last.* contradict"),
     # numbers and choices

@@ -330,6 +330,9 @@ TWICE = '{"x": 1, "x": 2}'
 BAD_ROWS = {
     # what is in the file, what the message says beside the file's name
     "broken": ([GOOD, '{"prompt": \n'], [":2: broken JSON", "column 11"]),
+    "control character": ([GOOD, '{"prompt": "a\tb"}\n'],
+                          [":2: broken JSON: Invalid control character at column 14;"]),
+    "open string": (['{"prompt": "a\n'], [":1: broken JSON: Unterminated string starting at column"]),
     "array": (["[\n"], [":1: broken JSON", "every line must be one JSON object"]),
     "array in one line": (["[1]\n"], [":1: a row must be a JSON object, not [1]"]),
     "empty": (["\n"], ["is empty"]),
@@ -415,10 +418,23 @@ def test_the_first_row_decides_for_the_whole_file(tmp_path, monkeypatch):
         load(path)
 
 
-def test_not_utf8_is_named(tmp_path):
-    (tmp_path / "x.jsonl").write_bytes(b'{"text": "ok"}\n{"text": "\xff"}\n')
-    with pytest.raises(UserError, match=r"x\.jsonl:2: not UTF-8"):
-        load(str(tmp_path / "x.jsonl"))
+OTHER_ENCODINGS = {
+    "x.jsonl": ('{"text": "ok"}\n{"text": "é"}\n'.encode("latin-1"), ":2: not UTF-8"),
+    "x.csv": ("prompt,completion\na,b\n\ncafé,b\n".encode("latin-1"),
+              r", row 2: not UTF-8 \(byte 0xe9\); re-encode the file"),
+    "header.csv": ("prompt,réponse\na,b\n".encode("latin-1"), r", line 1 \(the header\): not UTF"),
+    "wide.csv": ("prompt,completion\na,b\n".encode("utf-16"), ", row 1: not UTF-8, but UTF-16"),
+    "wide.jsonl": ('{"text": "ok"}\n'.encode("utf-16"), ":1: not UTF-8, but UTF-16;.*iconv -f"),
+    "wide.json": ('[{"text": "ok"}]'.encode("utf-32"), ":1: not UTF-8, but UTF-32"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER_ENCODINGS)
+def test_not_utf8_is_named(tmp_path, name):
+    content, message = OTHER_ENCODINGS[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=name + message):
+        load(str(tmp_path / name))
 
 
 BAD_FLAGS = {

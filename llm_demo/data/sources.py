@@ -5,6 +5,7 @@ columns and fills up a short one, in silence. For Parquet it refuses columns of 
 not. For JSON Lines it does not name a broken line, and all rows need the same types. So Parquet and
 Arrow are read by PyArrow, as datasets itself does, and the others by the standard library."""
 
+import codecs
 import contextlib
 import csv
 import functools
@@ -40,7 +41,17 @@ SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 # openai/gsm8k, openai/gsm8k:test, openai/gsm8k:main:train[:1000]
 HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*?)(?::([\w.-]+))??(?::(\w+(?:\[[\w:%-]*\])?))?")
 BOM = b"\xef\xbb\xbf"
+OTHER_BOMS = {  # UTF-32's begins with UTF-16's
+    codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16",
+}  # fmt: skip
+NOT_UTF8 = re.compile("[\udc80-\udcff]")  # bytes that "surrogateescape" has kept
 BLANK = object()  # a line without a row
+MOST_WEIGHT = 1000  # of a file in a mixture
+
+
+class Bad(str):
+    """Why a row can't be read, in its place."""
 
 
 def find_files(
@@ -109,6 +120,11 @@ def weighted(
             if not 0 < (weight or 0) < math.inf and (weight is not None or os.path.isfile(name)):
                 raise UserError(
                     f"--train_json {part}: the weight {number!r} is not a number above 0"
+                )
+            if (weight or 0) > MOST_WEIGHT:
+                raise UserError(
+                    f"--train_json {part}: a weight must be at most {MOST_WEIGHT:,}; --num_epochs "
+                    "repeats all files"
                 )
         parts.append((part if weight is None else name, weight))
     if all(weight is None for _, weight in parts):
@@ -202,11 +218,12 @@ def content_of(source: str) -> str:
     return hashed.hexdigest()
 
 
-def read_rows(path: str, bar=None) -> Iterator[tuple[int, dict]]:
+def read_rows(path: str, bar=None, keep_bad=False) -> Iterator[tuple[int, dict]]:
     """Yield (number from 1, row): of the line in JSON Lines, whose blank lines are skipped, else of
     the row. A UTF-8 BOM is accepted. bar: a progress bar, advanced by the bytes read.
 
-    Raises UserError for an empty file, one that is damaged, or a row that is no object."""
+    Raises UserError for an empty file, one that is damaged, or a row that can't be read or is no
+    object. keep_bad: yield a Bad in place of such a row."""
     import pyarrow  # installed with datasets
 
     number, empty, hub = 0, True, hub_parts(path)
@@ -215,12 +232,13 @@ def read_rows(path: str, bar=None) -> Iterator[tuple[int, dict]]:
         for number, row in enumerate(_hub_rows(path) if hub else read(path, bar), 1):
             if row is BLANK:
                 continue
-            if not isinstance(row, dict):
+            empty = False
+            if not isinstance(row, dict | Bad):
                 wrong_name = isinstance(row, list) and suffix_of(path) != ".json"
                 hint = "; a file with one array of rows must be named .json" * wrong_name
-                where, row = f"{path}{place_of(path)}{number}", json.dumps(row)[:50]
-                raise UserError(f"{where}: a row must be a JSON object, not {row}{hint}")
-            empty = False
+                row = Bad(f"a row must be a JSON object, not {json.dumps(row)[:50]}{hint}")
+            if isinstance(row, Bad) and not keep_bad:
+                raise UserError(f"{path}{place_of(path)}{number}: {row}")
             if hub or read is _read_arrow:  # a null cell stays: its column exists
                 row = {key: _without_nulls(value) for key, value in row.items()}
             yield number, row
@@ -245,23 +263,30 @@ def _is_array(path: str) -> bool:
 
 
 def _what_is_wrong(path: str, number: int, error: Exception) -> str:
-    """What to say of a reader's error behind row `number`."""
-    last, place = os.path.splitext(path)[1].lower(), place_of(path)
-    where = f"{path}:{number + 1}" if place == ":" else path
+    """What to say of a reader's error behind row `number`, after which it can't read on."""
+    last = os.path.splitext(path)[1].lower()
     if getattr(error, "errno", None):
         return f"cannot read {path}: {error.strerror}"
-    if isinstance(error, UnicodeDecodeError):
-        return f"{where}: not UTF-8 ({error.reason}); re-encode the file"
     if isinstance(error, json.JSONDecodeError):
-        hint = "every line must be one JSON object"
-        if suffix_of(path) == ".json":
-            hint = "a .json file must be one array of objects, or one object in each line"
-        where = f"{path}:{number + error.lineno}"
-        return f"{where}: broken JSON: {error.msg} at column {error.colno}; {hint}"
-    if suffix_of(path) not in TABLES and isinstance(error, (ValueError, RecursionError)):
-        return f"{where}: broken JSON: {error}"  # a key twice, a huge number, extreme nesting
-    where = path if last in COMPRESSED else f"{path}{place}{number + 1}"
+        return f"{path}:{number + error.lineno}: {_broken(path, error)}"
+    text = suffix_of(path) not in TABLES and isinstance(error, (ValueError, RecursionError))
+    if text or isinstance(error, UnicodeDecodeError):
+        return f"{path}: {_broken(path, error)}"
+    where = path if last in COMPRESSED else f"{path}{place_of(path)}{number + 1}"
     return f"{where}: damaged or truncated {last} file: {words_of(error)}"
+
+
+def _broken(path: str, error: Exception) -> str:
+    """What is wrong with the text of a row, or of a file that is one array."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 ({error.reason}); re-encode the file"
+    if not isinstance(error, json.JSONDecodeError):
+        return f"broken JSON: {error}"  # a key twice, a huge number, extreme nesting
+    hint = "every line must be one JSON object"
+    if suffix_of(path) == ".json":
+        hint = "a .json file must be one array of objects, or one object in each line"
+    what = error.msg.removesuffix(" at")  # "Invalid control character at"
+    return f"broken JSON: {what} at column {error.colno}; {hint}"
 
 
 @contextlib.contextmanager
@@ -281,39 +306,64 @@ def _opened(path: str, bar=None):
         yield pyarrow.input_stream(file, compression=COMPRESSED.get(compression))
 
 
+@contextlib.contextmanager
+def _opened_text(path: str, bar):
+    """`_opened`, buffered, for text in UTF-8. Raises UserError if its first bytes say otherwise."""
+    with _opened(path, bar) as file:
+        file = io.BufferedReader(file, 2**20)
+        head = file.peek(4)
+        for bom, encoding in OTHER_BOMS.items():
+            if head.startswith(bom):
+                raise UserError(
+                    f"{path}{place_of(path)}1: not UTF-8, but {encoding}; re-encode the file: "
+                    f"iconv -f {encoding} -t UTF-8"
+                )
+        yield file
+
+
 def _read_json(path: str, bar) -> Iterator:
     """Rows of JSON Lines, BLANK for an empty line, or of one array of objects in a .json file."""
-    with _opened(path, bar) as file:
+    with _opened_text(path, bar) as file:
         if _is_array(path):
             yield from DECODER.decode(file.read().decode("utf-8-sig"))
             return
-        for line in io.BufferedReader(file, 2**20):
-            text = line.decode("utf-8-sig").rstrip()
-            yield DECODER.decode(text) if text else BLANK
+        for line in file:
+            try:
+                text = line.decode("utf-8-sig").rstrip()
+                row = DECODER.decode(text) if text else BLANK
+            except (ValueError, RecursionError) as error:
+                row = Bad(_broken(path, error))
+            yield row
 
 
-def _read_csv(path: str, bar) -> Iterator[dict]:
+def _read_csv(path: str, bar) -> Iterator[dict | Bad]:
     """Rows of a CSV or TSV file. Every cell stays text."""
     csv.field_size_limit(2**31 - 1)
     separator = "\t" if suffix_of(path) == ".tsv" else ","
-    with _opened(path, bar) as file:
-        lines = io.TextIOWrapper(io.BufferedReader(file, 2**20), "utf-8-sig", newline="")
+    with _opened_text(path, bar) as file:
+        # a decoder's error would name no row: it reads ahead
+        lines = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
         cells = csv.reader(lines, delimiter=separator, strict=True)
         names = next(cells, [])
+        if NOT_UTF8.search("".join(names)):
+            raise UserError(f"{path}, line 1 (the header): not UTF-8; re-encode the file")
         _refuse_repeated(path, names)
         if len(names) == 1 and (other := re.search("[;,\t]", names[0])):
             raise UserError(
                 f"{path}: the header is one cell, {names[0][:80]!r}: separate cells by "
                 f"{SEPARATORS[separator]}, not {SEPARATORS[other[0]]}"
             )
-        for number, row in enumerate(filter(None, cells), 1):  # blank lines are no rows
-            if len(row) != len(names):
-                raise UserError(
-                    f"{path}, row {number}: {counted(len(row), 'cell')}, but the header has "
+        for row in filter(None, cells):  # blank lines are no rows
+            if byte := NOT_UTF8.search("".join(row)):
+                yield Bad(f"not UTF-8 (byte 0x{ord(byte[0]) - 0xDC00:02x}); re-encode the file")
+            elif len(row) != len(names):
+                yield Bad(
+                    f"{counted(len(row), 'cell')}, but the header has "
                     f"{counted(len(names), 'column')}: quote cells that contain separators or "
                     "line breaks, and don't leave out empty ones"
                 )
-            yield dict(zip(names, row, strict=True))
+            else:
+                yield dict(zip(names, row, strict=True))
 
 
 def _read_arrow(path: str, bar) -> Iterator[dict]:

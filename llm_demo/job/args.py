@@ -93,6 +93,11 @@ class DataArgs:
             raise UserError(f"--seq_len {args.seq_len} is too small: the minimum is 8")
         if bool(args.input_key) != bool(args.target_key):
             raise UserError("--input_key and --target_key name a pair of columns: set both")
+        if args.input_key and args.input_key == args.target_key:
+            raise UserError(
+                f"--input_key and --target_key both name {args.input_key!r}: a question and its "
+                "answer are two columns"
+            )
         clash = "contradict each other: use one"
         if args.train_on_prompt and args.learn_turns == "last":
             raise UserError(f"--learn_turns last and --train_on_prompt {clash}")
