@@ -55,7 +55,7 @@ def test_each_pass_takes_another_share(tmp_path, pack):
     other = mix(packs, [2, 0.3], 8, pack, epochs=1)
     assert {t for t in documents(other, range(len(other))) if t[0] == "1"} != seen[0]
     for epochs, rows in ((10**8, 0), (1, 10**10)):
-        with pytest.raises(UserError, match=r"--train_json: .* has 29 .* at most 200,000,000; give"):
+        with pytest.raises(UserError, match="--train_json: .* has 29 .* at most 200,000,000"):
             mix(packs, [2, 0.3], 7, pack, epochs, rows)
     for row in range(len(mixed)):
         ids, labels, lengths = mixed.row(row)
@@ -119,5 +119,5 @@ def test_weights_of_sources(tmp_path, monkeypatch):
             weighted(f"a.jsonl*{bad}")
     assert weighted("a.jsonl*1000") == ("a.jsonl", [1000])
     for large in ("1001", "1e9"):
-        with pytest.raises(UserError, match=r"--train_json a.jsonl\*.*: a weight must be at most 1,"):
+        with pytest.raises(UserError, match="a.jsonl.*: a weight must be at most 1,000"):
             weighted(f"a.jsonl*{large}")

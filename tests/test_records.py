@@ -332,7 +332,7 @@ BAD_ROWS = {
     "broken": ([GOOD, '{"prompt": \n'], [":2: broken JSON", "column 11"]),
     "control character": ([GOOD, '{"prompt": "a\tb"}\n'],
                           [":2: broken JSON: Invalid control character at column 14;"]),
-    "open string": (['{"prompt": "a\n'], [":1: broken JSON: Unterminated string starting at column"]),
+    "open string": (['{"prompt": "a\n'], [":1: broken JSON: Unterminated string starting at col"]),
     "array": (["[\n"], [":1: broken JSON", "every line must be one JSON object"]),
     "array in one line": (["[1]\n"], [":1: a row must be a JSON object, not [1]"]),
     "empty": (["\n"], ["is empty"]),
