@@ -9,6 +9,7 @@ import copy
 import functools
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 
 from llm_demo.core.decoder import materialise, skeleton
-from llm_demo.core.errors import UserError
+from llm_demo.core.errors import UserError, printable
 from llm_demo.core.experts import DECAYS
 from llm_demo.core.mesh import World
 from llm_demo.job.adapter_folder import BASE, BITS
@@ -71,7 +72,7 @@ Fine-tuned with llm_demo, {parallelism}, {steps} optimizer steps, from {base} on
 ```python
 from transformers import pipeline
 
-model = pipeline("text-generation", "{name}")  # this folder, or its name on the hub
+model = pipeline("text-generation", {name})  # this folder, or its name on the hub
 print(model([{{"role": "user", "content": "Your question"}}], max_new_tokens=256))
 ```
 
@@ -336,10 +337,27 @@ def heldout_of(checkpoint: Path, facts: dict) -> str:
         try:
             summary = json.loads(read_text(checkpoint.parent.parent / "summary.json"))
             loss = float(summary["eval_loss"][str(facts["step"])])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return "not measured"
     answered = "" if share is None else f", {share:.1%} of the rows answered exactly"
     return f"{loss:.4f}{answered}"
+
+
+def one_line(value) -> str:
+    """Text of a file for a model card. The file may be a stranger's."""
+    text = " ".join(printable(str(value)).split())[:200]
+    return text.encode("utf-8", "replace").decode() or "–"
+
+
+def plain(value) -> str:
+    """As `one_line`, without Markdown: no code, link, table or entity of HTML."""
+    return re.sub("[\\\\<`*|&~\\[\\]]", lambda found: f"&#{ord(found[0])};", one_line(value))
+
+
+def code(value) -> str:
+    """As `one_line`, as code within a line."""
+    text = one_line(value).replace("`", "'").replace("<", "&lt;")
+    return f"`{text}`"
 
 
 def card(checkpoint: Path, name: str, lora: dict | None = None) -> str:
@@ -350,29 +368,32 @@ def card(checkpoint: Path, name: str, lora: dict | None = None) -> str:
     try:
         settings = json.loads(read_text(file))
         base, parallelism = Path(settings["model_name_or_path"]).name, settings["parallelism"]
-        data = [f"`{Path(part.strip()).name}`" for part in settings["train_json"].split(",")]
+        data = [Path(part.strip()).name for part in settings["train_json"].split(",")]
+        shown = SHOWN + (SHOWN_OF_ADAPTERS if settings.get("lora_rank") else ())
+        quoted = {key: settings.get(key) for key in ("parallelism", "adapter", *shown)}
+        if odd := [key for key, value in quoted.items() if isinstance(value, (dict, list))]:
+            raise TypeError(f"{odd[0]} is neither a text nor a number")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        raise UserError(f"{file} is not the configuration of a run: {e!r}") from e
+        raise UserError(f"{file} is not the configuration of a run: {words_of(e)}") from e
     if settings.get("resumed_step"):  # only the last run's is recorded
         parallelism = f"last by {parallelism}"
-    began = f"`{base}`"
+    began = code(base)
     if settings.get("random_weights") is True:
         began = f"random weights (configuration of {began})"
-    if adapter := settings.get("adapter"):
-        began += f" with the adapter `{Path(str(adapter)).name}`"
+    if adapter := quoted["adapter"]:
+        began += f" with the adapter {code(Path(str(adapter)).name)}"
     head, on_hub = "library_name: transformers", settings.get("base_model")
     if lora:
         head, path = "library_name: peft", lora["base"]["path"]
         on_hub = on_hub if path.startswith("/") else path
-    if on_hub:
+    if isinstance(on_hub, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", on_hub):
         head += f"\nbase_model: {on_hub}"
-    shown = SHOWN + (SHOWN_OF_ADAPTERS if settings.get("lora_rank") else ())
     return CARD.format(
-        head=head, title=f"{base} fine-tuned on {', '.join(data).replace('`', '')}", name=name,
-        steps=facts["step"], tokens=facts["tokens"], learnt=facts["label_tokens"],
-        parallelism=parallelism, base=began, data=", ".join(data),
-        heldout=heldout_of(checkpoint, facts),
-        table="\n".join(f"| {key} | {settings.get(key)} |" for key in shown),
+        head=head, title=f"{plain(base)} fine-tuned on {plain(', '.join(data))}",
+        name=json.dumps(name).replace("<", r"\u003c"), steps=facts["step"], tokens=facts["tokens"],
+        learnt=facts["label_tokens"], parallelism=plain(parallelism), base=began,
+        data=", ".join(map(code, data)), heldout=heldout_of(checkpoint, facts),
+        table="\n".join(f"| {key} | {plain(quoted[key])} |" for key in shown),
     )  # fmt: skip
 
 

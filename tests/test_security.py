@@ -1,5 +1,6 @@
 """Files of a stranger: none of them runs code, each is refused in one line."""
 
+import ast
 import io
 import json
 import os
@@ -315,10 +316,11 @@ def test_odd_manifests_are_refused(case, folder):
     "more", [
         {"step": "7"}, {"step": -1}, {"step": True}, {"step": None}, {"tokens": [1]},
         {"evals": [["a", 1]]}, {"evals": 5}, {"loss_scale": {"scale": 0, "good_steps": 1}},
-        {"eval_loss": "low"}, {"identity": []}, {"tokens": None}, {"adapters": [1]},
+        {"eval_loss": "low"}, {"eval_loss": 10**400}, {"identity": []}, {"tokens": None},
+        {"adapters": [1]},
         {"adapters": {**ADAPTERS, "rank": 0}}, {"adapters": {**ADAPTERS, "alpha": float("nan")}},
         {"adapters": {**ADAPTERS, "targets": [3]}}, {"adapters": {**ADAPTERS, "base": {"path": 1}}},
-    ], ids=str,
+    ], ids=lambda more: str(more)[:80],
 )  # fmt: skip
 def test_odd_facts_are_refused(more, folder):
     (folder / "trainer.json").write_text(json.dumps(FACTS | more))
@@ -338,6 +340,54 @@ def test_a_file_of_another_kind(name, text, folder):
     if name == "trainer.json":
         sign(folder)
     refused(folder, {"trainer.json": "trainer.json has no step"}.get(name, "manifest.json: "))
+
+
+EVIL = (
+    'x"\n---\nlicense: evil\n---\n\n```python\nimport os\n```\n~~~\n<script>alert(1)<!-- | a |\n'
+    "| - | [b](mailto:c) ![d](e) \x1b[31m \ud800"
+)
+
+
+def test_nothing_that_a_card_quotes_becomes_code_or_a_page(folder):
+    """Nor front matter. All but the folder's name may come from elsewhere."""
+    root = folder.parent.parent
+    keys = (
+        "model_name_or_path",
+        "train_json",
+        "parallelism",
+        "base_model",
+        "adapter",
+        "lr",
+        "seed",
+    )
+    settings = {**dict.fromkeys(keys, EVIL), "lora_rank": 4, "lora_targets": EVIL}
+    adapters = {**ADAPTERS, "base": {"path": EVIL}}
+    (folder / "trainer.json").write_text(json.dumps(FACTS | {"adapters": adapters}))
+    sign(folder)
+    for lora in (None, adapters):
+        (root / "config.json").write_text(json.dumps(settings))
+        card = export.card(folder, 'x")\nimport os <b>', lora)
+        assert "<" not in card and "\x1b" not in card and card.encode()
+        head, *rest = card.split("---\n")
+        library = "peft" if lora else "transformers"
+        assert (head, rest[0]) == ("", f"library_name: {library}\ntags: [sft]\n") and len(rest) == 2
+        fences = [line for line in rest[1].splitlines() if line.startswith(("```", "~~~"))]
+        assert fences == ["```python", "```"]
+        program = rest[1].split("```")[1].removeprefix("python\n")
+        (called,) = [node.value for node in ast.parse(program).body if isinstance(node, ast.Assign)]
+        assert called.args[1].value == 'x")\nimport os <b>'
+        rows = rest[1].split("|---|---|\n")[1].splitlines()
+        assert all(row.count("|") == 3 for row in rows) and "](" not in "".join(rows)
+    for key, odd in (
+        ("parallelism", {"a": 1}),
+        ("seed", [EVIL]),
+        ("adapter", [EVIL]),
+        ("train_json", [EVIL]),
+        ("model_name_or_path", 5),
+    ):
+        (root / "config.json").write_text(json.dumps(settings | {key: odd}))
+        with pytest.raises(UserError, match="is not the configuration of a run"):
+            export.card(folder, "x")
 
 
 REMOTE = {"auto_map": {"AutoConfig": "evil.Evil", "AutoTokenizer": ["evil.Evil", None]}}
