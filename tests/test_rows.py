@@ -100,13 +100,21 @@ def test_system_beside_a_prompt_and_beside_messages(tmp_path):
     not_loaded(write(tmp_path / "x.jsonl", row), r"x.jsonl:1: 'system' differs from")
 
 
-@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"loss_mask": 0.0}])
+LEFT_OUT = [
+    {"weight": 0}, {"train": False}, {"loss_mask": 0.0}, {"training": False}, {"loss_scale": 0.0},
+    {"trainable": False}, {"step_loss_mask": 0}, {"loss": False, "step_loss_mask": 0},
+    {"mask": True, "training": False}, {"mask": 0, "weight": 0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mark", LEFT_OUT)
 @pytest.mark.parametrize("key", ["messages", "conversations"])
 def test_a_turn_marked_so_is_not_learnt(tmp_path, mark, key):
     role, text = ("role", "content") if key == "messages" else ("from", "value")
     turns = [{role: "user", text: "a"}, {role: "assistant", text: "b"} | mark]
     turns += [{role: "user", text: "hi"}, {role: "assistant", text: "yo", "weight": 1}]
-    template = CHATML.replace("m.content", "m.content ~ m.weight ~ m.train ~ m.loss_mask")
+    marks = "weight train training trainable loss loss_mask loss_scale step_loss_mask mask".split()
+    template = CHATML.replace("m.content", f"m.content ~ m.{' ~ m.'.join(marks)}")
     path, said = write(tmp_path / "x.jsonl", {key: turns}), []
     packs = load(path, template, said)  # the template does not see the marks
     assert first(packs) == golden(f"<S>user\na<E>\n<S>assistant\nb<E>\n{YO}")
@@ -125,6 +133,92 @@ def test_marks_that_cannot_be_done(tmp_path):
         turns[1]["weight"] = bad
         path = write(tmp_path / "x.jsonl", {"messages": turns})
         not_loaded(path, r"x.jsonl:1: messages\[1\]: weight must be 0 or 1")
+    turns[1] |= {"weight": 1, "train": True, "loss_scale": 0}
+    path = write(tmp_path / "x.jsonl", {"messages": turns})
+    not_loaded(path, r"messages\[1\]: weight and train and loss_scale contradict each other: keep")
+
+
+UNKNOWN_MARKS = [
+    {"train_detail": [{"begin_offset": 0, "end_offset": 3, "train": False}]},
+    {"loss_weight": 0}, {"lossMask": False}, {"no_loss": True}, {"masked": 1}, {"ignore": True},
+    {"skip_loss": "true"}, {"is_trainable": "no"}, {"do_not_learn": True}, {"TRAIN": 0.0},
+    {"token_weights": [[0], [1]]}, {"loss_spans": {"0": 3}}, {"mask_out": True}, {"mask_out": 0},
+    {"train": True, "learn": 0},
+]  # fmt: skip
+OTHER_KEYS = [
+    {"score": 0}, {"no_loss": False}, {"ignore": 0}, {"skip": None}, {"loss_weight": 1},
+    {"lossless": False}, {"retrained": 0}, {"train_detail": []}, {"train_split": "a"},
+    {"completed": True}, {"not_masked": True}, {"name": "no"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("keys", UNKNOWN_MARKS + OTHER_KEYS)
+def test_marks_of_unknown_names(tmp_path, keys):
+    turns, key = turns_of("hi", "yo"), list(keys)[-1]
+    path = write(tmp_path / "x.jsonl", {"messages": [turns[0], turns[1] | keys]})
+    if keys in OTHER_KEYS:
+        assert first(load(path)) == golden(YO)
+    else:
+        not_loaded(path, rf"x.jsonl:1: messages\[1\]: '{key}': .* is not known, and may exclude")
+        load(path, "{% if messages[-1]." + key + " %}{% endif %}" + CHATML)  # the template's own
+        load(path, train_on_prompt=True)  # whatever the marks
+    for row in (
+        # what is not learnt needs no mark
+        {"messages": [turns[0] | keys, turns[1]]},
+        {"prompt": [turns[0], turns[1] | keys, turns[0]], "completion": "yo"},
+        {"messages": [*turns, turns[0], turns[1] | keys | {"train": False}]},
+        PAIR | keys,  # of a row, only a turn's marks are refused
+    ):
+        load(write(tmp_path / "x.jsonl", row))
+
+
+@pytest.mark.parametrize("pair", [PAIR, {"text": "yo"}, {"input_ids": [5, 6]}])
+def test_marks_of_a_row(tmp_path, pair):
+    for mark in ({"train": False}, {"weight": 0}, {"loss_mask": [0, 1, 0]}, {"loss_scale": "0"}):
+        message = "(this row has '{0}'|'{0}' is not known|'{0}' must be)".format(*mark)
+        not_loaded(write(tmp_path / "x.jsonl", pair | mark), f"x.jsonl:1: {message}")
+    load(write(tmp_path / "x.jsonl", pair | {"train": True, "score": 0, "loss": 1.5}))
+
+
+def test_marks_of_parts_of_a_turn(tmp_path):
+    for mark in ({"train": False}, {"weight": 0}, {"loss_mask": [0, 1]}, {"no_loss": True}):
+        parts = [{"type": "text", "text": "b"}, {"type": "text", "text": "c"} | mark]
+        turns = turns_of(parts, "yo", "hi", parts)
+        path = write(tmp_path / "x.jsonl", {"messages": turns})
+        not_loaded(path, rf"x.jsonl:1: messages\[3\]: a part of its content has '{list(mark)[0]}'")
+        load(write(tmp_path / "x.jsonl", {"messages": turns[:2]}))
+
+
+def test_a_mask_whose_meaning_is_not_certain(tmp_path):
+    def turns(*masks):
+        pairs = zip(turns_of("a", "b", "hi", "yo"), masks, strict=True)
+        return [turn if mask is None else turn | {"mask": mask} for turn, mask in pairs]
+
+    for masks in ((None, True, None, None), (0, 1, 0, 1), (1, 1, 1, 0), (None, 0, None, 0),
+                  (1, [0, 1], 1, 0)):  # fmt: skip
+        path = write(tmp_path / "x.jsonl", {"messages": turns(*masks)})
+        not_loaded(path, "x.jsonl:1: 'mask' of the turns may mean learnt or left out: rename it")
+    path = write(tmp_path / "x.jsonl", {"messages": turns(1, 0, 1, 0)})  # as it is anyway
+    assert first(load(path)) == golden(f"<S>user\na<E>\n<S>assistant\n⟦b<E>⟧\n{YO}")
+    for of_first, of_last in ((0, 1), (True, False)):  # the last turn shows what a mask means
+        shown = turns(None, of_first, None, of_last)
+        shown[3]["training"] = True
+        path = write(tmp_path / "x.jsonl", {"messages": shown})
+        assert first(load(path)) == golden(f"<S>user\na<E>\n<S>assistant\nb<E>\n{YO}")
+    shown[1]["training"] = True
+    not_loaded(write(tmp_path / "x.jsonl", {"messages": shown}), "x.jsonl:1: 'mask' of the turns")
+
+
+def test_tool_definitions_of_a_rollout(tmp_path):
+    schema = [{"name": "f"}]
+    for tools in ({"tool_defs": schema}, {"tool_defs": '[{"name": "f"}]', "tools": schema}):
+        path = write(tmp_path / "x.jsonl", PAIR | tools)
+        assert first(load(path, TOOLS)) == golden(f"f\n{YO}")
+        assert list(load(path).stats.files[0].noted["unused keys"]) == [*reversed(tools)]
+    for other, message in (([], None), ([{"name": "g"}], "'tools' and 'tool_defs' differ: keep")):
+        path = write(tmp_path / "x.jsonl", PAIR | {"tools": other, "tool_defs": schema})
+        not_loaded(path, message) if message else load(path)
+    not_loaded(write(tmp_path / "x.jsonl", PAIR | {"tool_defs": "f"}), "'tool_defs' must be a list")
 
 
 def test_keys_that_are_not_used_are_listed_once_a_file(tmp_path):

@@ -24,6 +24,7 @@ from llm_demo.data.records import (
     ARGUMENTS,
     EMPTY,
     REAL,
+    TOOLS,
     RowFormat,
     detect_format,
     keys_of,
@@ -220,6 +221,7 @@ def _tokenise(
 ) -> Iterator[tuple[Sample, int, int]]:
     """Yield all documents, uncut, each with the numbers of its file and row."""
     size, tries = sum(os.path.getsize(path) for path in files if not hub_parts(path)), {}
+    marks = None if codec.train_on_prompt else codec.template  # see to_record
     with progress(what="tokenising", total=size, unit="B") as bar:
         for number, path in enumerate(files):
             rows, place, row_format = read_rows(path, bar), f"{path}{place_of(path)}", None
@@ -231,7 +233,7 @@ def _tokenise(
                     file = File(path, *row_format)
                     stats.files.append(file)
                 file.rows += len(chunk)
-                records = [to_record(row, row_format, f"{place}{n}") for n, row in chunk]
+                records = [to_record(row, row_format, f"{place}{n}", marks) for n, row in chunk]
                 rows_read = zip(chunk, records, encode(codec, records), strict=True)
                 for (n, row), record, (sample, reasons) in rows_read:
                     _count_keys(file, row, row_format, record, codec.template)
@@ -261,9 +263,10 @@ def _count_keys(
     value, (used, unused) = row[row_format.keys[0]], keys_of(row, row_format)
     if record.tokens and len(record.tokens[0]) == len(value):
         used = [key for key in used if key != REAL]  # there is no padding
-    if "tools" in used and not _mentions(template, "tools"):
-        used.remove("tools")
-        unused.append("tools")
+    for key in TOOLS if not _mentions(template, "tools") else ():
+        if key in used:
+            used.remove(key)
+            unused.append(key)
     if record.messages and isinstance(value, list) and any(map(_text_arguments, value)):
         used.append(TEXT_ARGUMENTS)
     file.noted[NOTED[0]].update(used)

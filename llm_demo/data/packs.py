@@ -20,7 +20,7 @@ from llm_demo.job.cache import build
 from llm_demo.job.files import cache_folder
 from llm_demo.job.text import counted, progress
 
-FORMAT = 9  # of a pack; increase it when the same files are read, labelled or stored differently
+FORMAT = 10  # of a pack; increase it when the same files are read, labelled or stored differently
 SPLIT_SEED = 0  # not --seed, so that runs with other seeds have the same held-out documents
 SHOWN = 400  # tokens from each end of a long example
 MOST_DOCUMENTS = 200_000_000  # of all passes of a mixture: a few GB of numbers

@@ -1,6 +1,7 @@
 """Turns rows of seven formats into records: conversations, text or token ids."""
 
 import contextlib
+import functools
 import itertools
 import json
 import re
@@ -9,8 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from llm_demo.core.errors import UserError
-from llm_demo.data.turns import Record
+from llm_demo.data.turns import Record, assistant
 from llm_demo.job.files import DECODER
+from llm_demo.job.parsing import FALSE, TRUE
 
 # Keys of tokenised rows, each a list of 0 and 1: which tokens are real, which are learnt.
 REAL = "attention_mask"
@@ -23,13 +25,14 @@ QUESTIONS = (
     ("instruction", "output"), ("instruction", "response"), ("question", "answer"),
     ("question", "response"), ("query", "response"),
 )  # fmt: skip
-BESIDE = ("system", "history", "tools")
+TOOLS = ("tools", "tool_defs")  # one thing
+BESIDE = ("system", "history", *TOOLS)
 FORMATS = {
     "tokens": ((("input_ids",),), ("labels", REAL, *LEARNT, "position_ids")),
-    "messages": ((("messages",),), ("system", "tools")),
-    "conversations": ((("conversations",),), ("system", "tools")),
+    "messages": ((("messages",),), ("system", *TOOLS)),
+    "conversations": ((("conversations",),), ("system", *TOOLS)),
     "prompt": ((("prompt", "completion"), ("prompt", "response")), BESIDE),
-    "alpaca": (QUESTIONS, ("input", "context", "system", "system_prompt", "history", "tools")),
+    "alpaca": (QUESTIONS, ("input", "context", "system_prompt", *BESIDE)),
     "input": ((("input", "target"),), BESIDE),
     "text": ((("text",),), ()),
 }
@@ -48,7 +51,19 @@ NAMES = {
 }
 ROLES = {name: role for role, names in NAMES.items() for name in names.split()}
 ROLES |= dict.fromkeys(CALLS, "assistant")
-MARKS = ("weight", "train", "loss_mask", "loss")  # keys of a turn; 0 or false: not learnt
+# Keys of a turn, by several trainers; 0 or false: not learnt.
+MARKS = (
+    "weight", "train", "training", "trainable", "loss", "loss_mask", "loss_scale", "step_loss_mask",
+)  # fmt: skip
+MASK = "mask"  # to some 0 means not learnt, to others 1 does
+# Words in a key's name: it may say what is learnt; it says so by what it excludes.
+MAY_MARK = re.compile(
+    "mask(s|ed|ing)?|loss(es)?|train(s|ed|ing|able)?|learn(s|ed|t|ing|able)?|weight(s|ed)?"
+    "|ignore[ds]?|skip(s|ped)?"
+)
+EXCLUDES = re.compile(
+    "masked|ignore[ds]?|skip(s|ped)?|no|not|non|dont|never|without|exclude[ds]?|drop(s|ped)?"
+)
 REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a turn, all for the first
 CONTENT = ("content", "value")
 ARGUMENTS = ("arguments", "parameters", "args", "input", "kwargs")  # of a call, likewise
@@ -59,6 +74,11 @@ CHOICES = {"choices", "options"}  # a question of several choices, which the ans
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 ONE_TURN = "collect the turns of each conversation in one row, as a list under 'messages'"
 EMPTY = (None, "", [], {})
+
+
+class Misread(UserError):
+    """Data that says what is learnt in a way that is not known. Such rows are never skipped: they
+    are not broken, and other rows of the file may mean the same."""
 
 
 class RowFormat(NamedTuple):
@@ -106,12 +126,14 @@ def detect_format(row: dict, where: str, flags) -> RowFormat:
     return row_format
 
 
-def to_record(row: dict, row_format: RowFormat, where: str) -> Record:
-    """Convert one row. Raises UserError for a missing key, an unknown role, or non-text content."""
+def to_record(row: dict, row_format: RowFormat, where: str, template: str | None = None) -> Record:
+    """Convert one row. Raises UserError for a missing key, an unknown role, or non-text content,
+    and Misread for marks of turns that contradict one another. template: the chat template;
+    Misread too for other keys that may exclude a turn, unless the template reads them."""
     try:
-        return _to_record(row, row_format)
+        return _to_record(row, row_format, template)
     except UserError as error:
-        raise UserError(f"{where}: {error}") from None
+        raise type(error)(f"{where}: {error}") from None
 
 
 def keys_of(row: dict, row_format: RowFormat) -> tuple[list[str], list[str]]:
@@ -123,7 +145,7 @@ def keys_of(row: dict, row_format: RowFormat) -> tuple[list[str], list[str]]:
     return used, [key for key in row if key not in read and row[key] not in EMPTY]
 
 
-def _to_record(row: dict, row_format: RowFormat) -> Record:
+def _to_record(row: dict, row_format: RowFormat, template: str | None) -> Record:
     keys, kind = row_format.keys, row_format.format
     if missing := [key for key in keys if key not in row]:
         raise UserError(
@@ -137,30 +159,37 @@ def _to_record(row: dict, row_format: RowFormat) -> Record:
     if kind == "tokens":
         optional = {k: row[k] for k in FORMATS[kind][1] if row.get(k) is not None}  # [] too
         for key in unused:  # one that may say what is learnt or where documents end
-            if SAYS_WHAT.search(key) and key != "special_tokens_mask":
-                raise UserError(
+            mark = template is not None and key in MARKS and may_exclude(key, row[key])
+            if mark or SAYS_WHAT.search(key) and key != "special_tokens_mask":
+                raise Misread(
                     f"{key!r} is not known beside 'input_ids': remove it, or name what is "
                     f"learnt 'labels' or one of {', '.join(LEARNT)}"
                 )
         return Record(None, tokens=_tokens(values[0], optional))
+    for key in unused if template is not None else ():
+        if key in (*MARKS, MASK, *LEARNT) and may_exclude(key, row[key]):
+            raise Misread(
+                f"this row has {_pair(key, row[key])}, but only turns have marks: leave such rows "
+                "out, or mark their turns with 'train' false"
+            )
     if media := [key for key in MEDIA if key in unused]:
         raise UserError(f"this row has {media[0]!r}, but {ONLY_TEXT}")
     if kind == "text":
         return Record(None, text=_text(values[0], "text"))
-    tools = _tools(optional.get("tools"))
+    tools = _tools(optional)
     if kind in ("messages", "conversations"):
-        messages = _messages(values[0], keys[0])
+        messages = _messages(values[0], keys[0], template)
         return _record(_system(optional, messages) + messages, tools)
     if more := [key for key in ("input", "context") if key in optional]:
         texts = [_text(values[0], keys[0]), *(_text(optional[key], key) for key in more)]
         values[0] = "\n\n".join(text for text in texts if text.strip())
     prompt, completion = (
-        _messages(turns, key)
+        _messages(turns, key, None if role == "user" else template)
         if isinstance(turns := _turns_in(value), list) and turns and not _is_part(turns[0])
         else [{"role": role, "content": _text(value, key)}]
         for value, key, role in zip(values, keys, ("user", "assistant"), strict=True)
     )
-    history = _history(optional.get("history"))
+    history = _history(optional.get("history"), template)
     before = _system(optional, history or prompt) + history
     context = frozenset(range(len(before), len(before) + len(prompt)))
     return _record(before + prompt + completion, tools, context)
@@ -172,7 +201,64 @@ def _record(messages: list[dict], tools, context=frozenset()) -> Record:
     for number, message in enumerate(messages):
         if values := [message.pop(key) for key in MARKS if key in message]:
             marks[number] = all(values)
+    marks = _by_masks(messages, marks) | marks
     return Record(messages, tools=tools, context=context, marks=marks)
+
+
+def _by_masks(messages: list[dict], marks: dict[int, bool]) -> dict[int, bool]:
+    """{number of a message: learn it} by the answers' masks, which are removed. What a mask of 1
+    means is certain if other marks of the same turns show it, or if all other turns have one and no
+    answer has. Raises Misread if it is not."""
+    masks = {i: message.pop(MASK) for i, message in enumerate(messages) if MASK in message}
+    of_answers = {i: value for i, value in masks.items() if assistant(messages[i])}
+    of_others = [value for i, value in masks.items() if i not in of_answers]
+    learnt = {marks[i] if value else not marks[i] for i, value in masks.items() if i in marks}
+    if not learnt and of_others and all(of_others) and not any(of_answers.values()):
+        learnt = {False}
+    if not of_answers and len(learnt) < 2:
+        return {}
+    if len(learnt) != 1 or not all(value in (0, 1) for value in masks.values()):
+        raise Misread(
+            f"{MASK!r} of the turns may mean learnt or left out: rename it 'loss_mask' (0 or "
+            "false: not learnt)"
+        )
+    one_is_learnt = learnt.pop()
+    return {i: bool(value) == one_is_learnt for i, value in of_answers.items()}
+
+
+def may_exclude(key: str, value) -> bool:
+    """Whether a key that is not known may say that something is not learnt."""
+    excluding = _excluding(key)
+    if not excluding or value in EMPTY:
+        return False
+    if isinstance(value, (list, dict)):
+        return True  # of parts
+    if isinstance(value, str):
+        value = {**dict.fromkeys(TRUE, 1), **dict.fromkeys(FALSE, 0)}.get(value.lower())
+    return value in excluding
+
+
+@functools.lru_cache(maxsize=1000)
+def _excluding(key: str) -> tuple[int, ...]:
+    """The values of a key that may exclude something, by the words of its name."""
+    words = [word.lower() for word in re.findall("[A-Z]+(?![a-z])|[A-Z]?[a-z]+", key)]
+    if not any(map(MAY_MARK.fullmatch, words)):
+        return ()
+    if words[0] == MASK:
+        return (0, 1)
+    return (len([word for word in words if EXCLUDES.fullmatch(word)]) % 2,)  # "not masked": 0
+
+
+@functools.cache
+def _reads(template: str, key: str) -> bool:
+    """Whether a chat template reads a key, as message.key or message['key']."""
+    return re.search(rf"[.'\"]{re.escape(key)}\b", template) is not None
+
+
+def _pair(key: str, value) -> str:
+    """A key and its value, not all of a long one, for an error."""
+    text = repr(value)
+    return f"{key!r}: {text if len(text) < 60 else f'{text[:60]} …'}"
 
 
 def _system(optional: dict, messages: list[dict]) -> list[dict]:
@@ -188,7 +274,7 @@ def _system(optional: dict, messages: list[dict]) -> list[dict]:
     return []
 
 
-def _history(history) -> list[dict]:
+def _history(history, template: str | None) -> list[dict]:
     """Earlier turns: [[question, answer], ...], possibly as a JSON string, or messages."""
     turns = history = _from_json(history) or []
     if isinstance(history, list) and all(isinstance(h, list) and len(h) == 2 for h in history):
@@ -200,7 +286,7 @@ def _history(history) -> list[dict]:
             "'history' must be a list of [question, answer] pairs; rename the key if it means "
             "something else"
         )
-    return _messages(turns, "history")
+    return _messages(turns, "history", template)
 
 
 def _tokens(ids, optional: dict) -> tuple[list[int], list[bool]]:
@@ -219,18 +305,18 @@ def _tokens(ids, optional: dict) -> tuple[list[int], list[bool]]:
     at = np.flatnonzero(real)
     part = slice(at[0], at[-1] + 1) if len(at) else slice(0)
     if not real[part].all():
-        raise UserError(
+        raise Misread(
             "'attention_mask' has a 0 between ones: only padding at the beginning or the end is "
             "supported"
         )
     positions = optional.get("position_ids")
     if positions and positions[part] != list(range(len(at))):
-        raise UserError("'position_ids' must count from 0: give each document as a row of its own")
+        raise Misread("'position_ids' must count from 0: give each document as a row of its own")
     masks = {key: np.array(optional[key], bool) for key in LEARNT if key in optional}
     if "labels" in optional:
         labels = np.array(optional["labels"])
         if ((labels != -100) & (labels != ids))[part].any():
-            raise UserError(
+            raise Misread(
                 "'labels' must equal 'input_ids' (not shifted), or be -100 where not learnt"
             )
         # a copy of the ids learns no padding on purpose
@@ -238,24 +324,24 @@ def _tokens(ids, optional: dict) -> tuple[list[int], list[bool]]:
     learnt, one = real, None
     for key, mask in masks.items():
         if mask[~real].any():
-            raise UserError(f"{key!r} contradicts {REAL!r}: padding can't be learnt")
+            raise Misread(f"{key!r} contradicts {REAL!r}: padding can't be learnt")
         if one and (mask != learnt)[part][1:].any():  # nothing predicts a first token
-            raise UserError(f"{one!r} and {key!r} contradict each other: keep one")
+            raise Misread(f"{one!r} and {key!r} contradict each other: keep one")
         learnt, one = mask, one or key
     return ids[part], learnt[part].tolist()
 
 
-def _messages(turns, key: str) -> list[dict]:
+def _messages(turns, key: str, template: str | None) -> list[dict]:
     """Check OpenAI (role, content) or ShareGPT (from, value) turns and convert them to messages, in
-    which null is the same as no key."""
+    which null is the same as no key. template: as in `to_record`."""
     turns = _from_json(turns)  # in a table
     if not isinstance(turns, list):
         what = "a string that is not JSON" if isinstance(turns, str) else _kind(turns)
         raise UserError(f"{key!r} must be a list of turns, not {what}")
-    return [_message(turn, f"{key}[{number}]") for number, turn in enumerate(turns)]
+    return [_message(turn, f"{key}[{number}]", template) for number, turn in enumerate(turns)]
 
 
-def _message(turn, place: str) -> dict:
+def _message(turn, place: str, template: str | None) -> dict:
     if not isinstance(turn, dict):
         raise UserError(f"{place} must be an object, not {_kind(turn)}")
     role = turn.get("from") if turn.get("role") is None else turn["role"]
@@ -264,12 +350,7 @@ def _message(turn, place: str) -> dict:
         raise UserError(f"{place} has unknown role {role!r}; known: {', '.join(ROLES)}")
     if media := [k for k in MEDIA if turn.get(k) not in EMPTY]:
         raise UserError(f"{place} has {media[0]!r}, but {ONLY_TEXT}")
-    for mark in MARKS:
-        if (value := turn.get(mark)) is not None and value not in (0, 1):
-            raise UserError(
-                f"{place}: {mark} must be 0 or 1 (or false or true), not {value!r}: "
-                "fractional weights are not supported"
-            )
+    _refuse_marks(turn, place, template if ROLES[name] == "assistant" else None)
     (_, content), calls = _value(CONTENT, place, turn), _from_json(turn.get("tool_calls"))
     if call := turn.get("function_call"):  # OpenAI's older key
         if calls:
@@ -288,6 +369,36 @@ def _message(turn, place: str) -> dict:
     if reasoning is not None:
         message[REASONING[0]] = _text(reasoning, f"{place}: {key}")
     return message | {k: v for k, v in turn.items() if k not in TURN and v is not None}
+
+
+def _refuse_marks(turn: dict, place: str, template: str | None) -> None:
+    """Raise Misread for marks of a turn that can't be followed. template: None if others than the
+    known ones don't matter; see `to_record`."""
+    marks = {mark: turn[mark] for mark in MARKS if turn.get(mark) is not None}
+    for mark, value in marks.items():
+        if value not in (0, 1):
+            raise Misread(
+                f"{place}: {mark} must be 0 or 1 (or false or true), not {value!r}: "
+                "fractional weights are not supported"
+            )
+    if len({*map(bool, marks.values())}) > 1:
+        raise Misread(f"{place}: {' and '.join(marks)} contradict each other: keep one")
+    if template is None or not all(marks.values()):
+        return
+    for key, value in turn.items():
+        known = key in (*MARKS, MASK) or key in TURN
+        if not known and may_exclude(key, value) and not _reads(template, key):
+            raise Misread(
+                f"{place}: {_pair(key, value)} is not known, and may exclude the turn or a part of "
+                "it: remove the key, or mark turns that are not learnt with 'train' false"
+            )
+    content = next((turn[key] for key in CONTENT if isinstance(turn.get(key), list)), [])
+    for key, value in (item for part in content if _is_part(part) for item in part.items()):
+        if may_exclude(key, value):
+            raise Misread(
+                f"{place}: a part of its content has {_pair(key, value)}, but a turn is learnt as "
+                "a whole: give it as turns of their own, or remove the key"
+            )
 
 
 def _value(keys: tuple[str, ...], place: str, *objects: dict) -> tuple[str, object]:
@@ -361,12 +472,14 @@ def _calls(calls, place: str) -> list[dict]:
     return nested
 
 
-def _tools(tools) -> list | None:
+def _tools(optional: dict) -> list | None:
     """The row's tool schemas. Columns exported from tables hold them as one JSON string."""
-    tools = _from_json(tools) or None
+    given = {key: _from_json(optional[key]) for key in TOOLS if key in optional}
+    key, tools = _value(TOOLS, "this row", given)
+    tools = tools or None
     tools = [_from_json(tool) for tool in tools] if isinstance(tools, list) else tools
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise UserError("'tools' must be a list of JSON schemas")
+        raise UserError(f"{key!r} must be a list of JSON schemas")
     return tools
 
 
