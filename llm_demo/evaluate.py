@@ -135,7 +135,8 @@ def evaluate(name: str, args, device: torch.device, dtype: torch.dtype) -> dict:
     tokenizer = load_tokenizer(str(folder))
     if fix_date(tokenizer, args.date):
         log(f"{name}: the chat template prints the date, here {args.date}")
-    flags = DataArgs(pack_sequences=False, **{key: getattr(args, key) for key in DATA})
+    same = {key: getattr(args, key) for key in DATA}
+    flags = DataArgs(pack_sequences=False, skip_bad_rows=None, **same)
     paths = find_files(args.data, say=log)
     data = [load_packs(path, tokenizer, flags, log=log) for path in paths]
     refuse_unknown_tokens(data, config.vocab_size)

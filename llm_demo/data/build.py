@@ -20,17 +20,9 @@ import numpy as np
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import Packs
 from llm_demo.data.labels import Codec, arguments_as_text, encode
-from llm_demo.data.records import (
-    ARGUMENTS,
-    EMPTY,
-    REAL,
-    TOOLS,
-    RowFormat,
-    detect_format,
-    keys_of,
-    to_record,
-)
-from llm_demo.data.sources import hub_parts, place_of, read_rows
+from llm_demo.data.reading import BadRows, open_rows
+from llm_demo.data.records import ARGUMENTS, EMPTY, REAL, TOOLS, RowFormat, keys_of
+from llm_demo.data.sources import Bad, hub_parts, place_of
 from llm_demo.data.turns import Record, Sample, assistant
 from llm_demo.job.cache import verified
 from llm_demo.job.text import counted, progress
@@ -43,6 +35,7 @@ TURN_KEYS, ANSWER_KEYS = {"role", "content"}, {"tool_calls", "reasoning_content"
 TRIES, USED = 10, -1  # a template may use a key in some turns only
 TEXT_ARGUMENTS = "arguments of tool calls as JSON text"
 FLAT = {"tokens.int32": np.int32, "learnt.bool": bool}  # the flat files
+REASONS, OTHER_REASONS = 50, "bad row: for other reasons"  # how many are counted apart
 NOTED = ("also used", "unused keys", "unused keys in turns")
 
 
@@ -222,20 +215,23 @@ def _tokenise(
     """Yield all documents, uncut, each with the numbers of its file and row."""
     size, tries = sum(os.path.getsize(path) for path in files if not hub_parts(path)), {}
     marks = None if codec.train_on_prompt else codec.template  # see to_record
+    bad = BadRows(flags.skip_bad_rows is False)
     with progress(what="tokenising", total=size, unit="B") as bar:
         for number, path in enumerate(files):
-            rows, place, row_format = read_rows(path, bar), f"{path}{place_of(path)}", None
-            turn_keys = Counter()
+            row_format, rows = open_rows(path, flags, bad, marks, bar)
+            file, turn_keys = File(path, *row_format), Counter()
+            stats.files.append(file)
             while chunk := list(itertools.islice(rows, ROWS_AT_A_TIME)):
-                if not row_format:
-                    n, row = chunk[0]
-                    row_format = detect_format(row, f"{place}{n}", flags)
-                    file = File(path, *row_format)
-                    stats.files.append(file)
                 file.rows += len(chunk)
-                records = [to_record(row, row_format, f"{place}{n}", marks) for n, row in chunk]
-                rows_read = zip(chunk, records, encode(codec, records), strict=True)
-                for (n, row), record, (sample, reasons) in rows_read:
+                for n, _, why in chunk:
+                    if isinstance(why, Bad):
+                        known = why in stats.skipped or len(stats.skipped) < REASONS
+                        _count(stats.skipped, why if known else OTHER_REASONS, number, n)
+                if bad.count:
+                    continue  # only the other bad rows matter
+                chunk = [part for part in chunk if not isinstance(part[2], Bad)]
+                encoded = encode(codec, [record for _, _, record in chunk])
+                for (n, row, record), (sample, reasons) in zip(chunk, encoded, strict=True):
                     _count_keys(file, row, row_format, record, codec.template)
                     _try_turn_keys(codec, record, tries, turn_keys)
                     if isinstance(sample, str):
@@ -247,6 +243,8 @@ def _tokenise(
             for (key, role), n in sorted(turn_keys.items()):
                 if tries[key, role] != USED:
                     file.noted[NOTED[2]][key] += n
+    if bad.count:
+        raise bad.error()
 
 
 def _count(left_out: dict[str, LeftOut], reason: str, file: int, row: int, turns: int = 0) -> None:

@@ -27,7 +27,7 @@ MOST_DOCUMENTS = 200_000_000  # of all passes of a mixture: a few GB of numbers
 # Flags that the rows of a step depend on; with the file's content they identify them.
 FLAGS = (
     "seq_len", "pack_sequences", "train_on_prompt", "data_format", "input_key", "target_key",
-    "overlong", "learn_turns", "learn_reasoning",
+    "overlong", "learn_turns", "learn_reasoning", "skip_bad_rows",
 )  # fmt: skip
 
 
@@ -81,7 +81,8 @@ def _identify(files: list[str], codec: Codec, flags, limit: int) -> tuple[str, d
     identity["tokenizer"] = _hash(codec.backend.to_str() + specials)[:16]
     identity["chat template"] = _hash(str(tokenizer.chat_template))[:16]
     identity |= {name: getattr(flags, name) for name in FLAGS}
-    for name, default in (("learn_turns", "all"), ("learn_reasoning", True)):
+    defaults = {"learn_turns": "all", "learn_reasoning": True, "skip_bad_rows": False}
+    for name, default in defaults.items():
         if identity[name] == default:
             identity[name] = None  # as checkpoints have it
     facts = identity | {"pack_sequences": None, "limit": 0 if flags.seq_len else limit}

@@ -210,6 +210,8 @@ def _by_masks(messages: list[dict], marks: dict[int, bool]) -> dict[int, bool]:
     means is certain if other marks of the same turns show it, or if all other turns have one and no
     answer has. Raises Misread if it is not."""
     masks = {i: message.pop(MASK) for i, message in enumerate(messages) if MASK in message}
+    if not masks:
+        return {}
     of_answers = {i: value for i, value in masks.items() if assistant(messages[i])}
     of_others = [value for i, value in masks.items() if i not in of_answers]
     learnt = {marks[i] if value else not marks[i] for i, value in masks.items() if i in marks}

@@ -250,10 +250,10 @@ def read_rows(path: str, bar=None, keep_bad=False) -> Iterator[tuple[int, dict]]
 
 def place_of(path: str) -> str:
     """What stands between the name of a source and the number of a row."""
-    return ", row " if hub_parts(path) or suffix_of(path) in TABLES or _is_array(path) else ":"
+    return ", row " if hub_parts(path) or suffix_of(path) in TABLES or is_array(path) else ":"
 
 
-def _is_array(path: str) -> bool:
+def is_array(path: str) -> bool:
     """Whether a .json file is one array of rows; False for one that can't be read."""
     with contextlib.suppress(OSError):
         if suffix_of(path) == ".json":
@@ -324,7 +324,7 @@ def _opened_text(path: str, bar):
 def _read_json(path: str, bar) -> Iterator:
     """Rows of JSON Lines, BLANK for an empty line, or of one array of objects in a .json file."""
     with _opened_text(path, bar) as file:
-        if _is_array(path):
+        if is_array(path):
             yield from DECODER.decode(file.read().decode("utf-8-sig"))
             return
         for line in file:

@@ -75,6 +75,9 @@ class DataArgs:
     )
     input_key: str | None = flag(None, "Name of the prompt column. Needs --target_key.")
     target_key: str | None = flag(None, "Name of the answer column. Needs --input_key.")
+    skip_bad_rows: bool = flag(  # None: of held-out data
+        False, "Skip and count rows that can't be read. Off: an error."
+    )
     seq_len: int = flag(
         0,
         "Length of a row in tokens. 0: 99 % of the documents fit, rounded up to a multiple of "

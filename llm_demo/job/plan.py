@@ -187,12 +187,15 @@ def load_data(
                 f"--train_json {train_json} is not one"
             )
 
-    def load(path: str, seq_len: int, split: str | None = None) -> Packs:
-        flags = dataclasses.replace(args, seq_len=seq_len, dataset_split=split)
+    def load(path: str, seq_len: int, split: str | None = None, skip: bool | None = None) -> Packs:
+        flags = {"seq_len": seq_len, "dataset_split": split, "skip_bad_rows": skip}
+        flags = dataclasses.replace(args, **flags)
         return load_packs(path, tokenizer, flags, limit=limit, log=say)
 
     asked = seq_len or args.seq_len
-    train = once_per_node(world, functools.partial(load, train_json, asked, split))
+    train = once_per_node(
+        world, functools.partial(load, train_json, asked, split, args.skip_bad_rows)
+    )
     if not asked:
         say(f"seq_len: {train.seq_len} ({train.stats.seq_len_why})")
     train.stats.identity |= {"weights": weights, "eval_fraction": args.eval_fraction}

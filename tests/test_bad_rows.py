@@ -1,0 +1,198 @@
+"""Bad rows: all in one error, or skipped and counted; never those of held-out data."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from conftest import ROOT, refused
+from tiny_tokenizer import first, golden, make_tokenizer, packs_of, skipped, write
+
+from llm_demo.core.errors import UserError
+from llm_demo.data import reading
+from llm_demo.data.reading import check_rows
+from llm_demo.job.args import DataArgs
+from llm_demo.job.plan import load_data
+
+GOOD = {"prompt": "hi", "completion": "yo"}
+YO = "<S>user\nhi<E>\n<S>assistant\n⟦yo<E>⟧\n"
+FAULTS = {  # a row or line, what an error says of it, its reason when it is skipped
+    "null": (GOOD | {"completion": None}, "completion must be text, not null"),
+    "number": (GOOD | {"completion": 7}, "completion must be text, not a number"),
+    "object": ({"prompt": {"a": 1}, "completion": "yo"}, "prompt must be text, not an object"),
+    "missing": ({"prompt": "hi"}, "no 'completion' in this row"),
+    "other format": ({"text": "x"}, "no 'prompt' or 'completion' in this row"),
+    "empty": ({}, "no 'prompt' or 'completion' in this row"),
+    "array": ("[1]\n", "a row must be a JSON object, not [1]"),
+    "broken": ('{"prompt": "hi\n', "broken JSON: Unterminated string starting"),
+    "twice": ('{"prompt": 1, "prompt": 2}\n',
+              "broken JSON: an object has the key 'prompt' twice: 1 and 2"),
+    "picture": (GOOD | {"images": ["a"]},
+                "this row has 'images', but only text can be learnt: leave such rows out"),
+}  # fmt: skip
+
+
+def load(path, said=None, **options):
+    options = {"seq_len": 64, "cache_dir": f"{path}.cache"} | options
+    log = (lambda line: None) if said is None else said.append
+    return packs_of(path, make_tokenizer(), log=log, **options)
+
+
+def message_of(path, **options):
+    """The error of a file's rows, which is the same before ranks start."""
+    with pytest.raises(UserError) as error:
+        load(path, **options)
+    with pytest.raises(UserError) as early:
+        check_rows([path], DataArgs(**options))
+    assert str(early.value) == str(error.value) and "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_all_are_in_one_error(tmp_path):
+    rows = [row for row, _ in FAULTS.values()]
+    path = write(tmp_path / "x.jsonl", *rows[:5], GOOD, *rows[5:], GOOD)
+    message = message_of(path)
+    assert message.startswith(f"10 bad rows: {path}:1: completion must be text, not null; {path}:2")
+    numbers = [1, 2, 3, 4, 5, 7, 8, 9, 10, 11]  # the good one is line 6
+    for n, (_, what) in zip(numbers, FAULTS.values(), strict=True):
+        assert f"{path}:{n}: {what}" in message
+    assert message.endswith("; --skip_bad_rows skips bad rows") and "accepted" not in message
+    one = write(tmp_path / "one.jsonl", GOOD, rows[1])
+    assert message_of(one) == (
+        f"{one}:2: completion must be text, not a number; --skip_bad_rows skips bad rows"
+    )
+    with refused(f"11 bad rows, the first 10: {path}:1: .*; --skip_bad_rows skips bad rows"):
+        load(f"{path},{one}", cache_dir=str(tmp_path / "cache"))
+    long = message_of(write(tmp_path / "x.jsonl", *[{"a" * 999: 1}] * 12, GOOD))
+    assert long.startswith("12 bad rows, the first 10: ") and len(long) < 4000
+
+
+def test_in_every_kind_of_file(tmp_path):
+    texts = ["a", None, "b", None]
+    pq.write_table(pa.table({"prompt": ["hi"] * 4, "completion": texts}), tmp_path / "x.parquet")
+    rows = [GOOD | {"completion": text} for text in texts]
+    (tmp_path / "x.json").write_text(json.dumps(rows))
+    (tmp_path / "x.csv").write_bytes(b"prompt,completion\nhi,a\nhi\nhi,b\n\nhi,\xe9\n")
+    for kind in ("parquet", "json", "csv"):
+        path = str(tmp_path / f"x.{kind}")
+        assert message_of(path).startswith(f"2 bad rows: {path}, row 2: ")
+        assert f"; {path}, row 4: " in message_of(path)
+        packs = load(path, skip_bad_rows=True)
+        assert len(packs.row_docs) == 2 and packs.doc_row.tolist() == [1, 3]
+
+
+def test_they_are_skipped_and_counted(tmp_path):
+    rows = [row for row, _ in FAULTS.values()]
+    turns = [{"messages": [{"role": "user", "content": None}]}] * 2
+    path, said = write(tmp_path / "x.jsonl", *rows, *rows[:2], GOOD, *turns, GOOD), []
+    packs = load(path, said, skip_bad_rows=True, pack=False)
+    assert [first(packs, row) for row in range(len(packs))] == [golden(YO)] * 2
+    counts = dict.fromkeys([f"bad row: {what}" for _, what in FAULTS.values()], 1)
+    for what in ("completion must be text, not null", "completion must be text, not a number"):
+        counts[f"bad row: {what}"] = 2
+    counts["bad row: no 'prompt' or 'completion' in this row"] = 4
+    cut = {re.sub("(?<=JSON object), .*|(?<=twice): .*", "", what): n for what, n in counts.items()}
+    assert skipped(packs) == cut
+    assert f"data: {path}: prompt/completion (first row), 16 rows" in said
+    line = f"data: skipped 2 rows: bad row: completion must be text, not null (first {path}:1)"
+    assert line in said
+    said.clear()
+    assert load(path, said, skip_bad_rows=True).stats.cache_hit and line in said
+    # the flag is a part of what identifies the rows; without it nothing has changed
+    assert packs.stats.identity["skip_bad_rows"] is True
+    good = write(tmp_path / "good.jsonl", GOOD)
+    assert load(good).stats.identity["skip_bad_rows"] is None
+    assert not load(good, skip_bad_rows=True).stats.cache_hit
+
+
+def test_the_first_row_may_be_bad(tmp_path):
+    for what in ("broken", "missing", "array", "empty"):
+        path, said = write(tmp_path / "x.jsonl", FAULTS[what][0], GOOD, GOOD), []
+        assert message_of(path).startswith(f"{path}:1: {FAULTS[what][1]}")
+        assert len(load(path, said, skip_bad_rows=True).row_docs) == 2
+        assert said[0] == f"data: {path}: prompt/completion (row 2), 3 rows"
+
+
+def test_reasons_are_few(tmp_path, monkeypatch):
+    roles = [{"messages": [{"role": f"role {n}", "content": "x"}]} for n in range(70)]
+    turn = {"role": "user", "content": "hi"}
+    places = [{"messages": [turn] * n + [turn | {"content": None}]} for n in range(5)]
+    good = {"messages": [turn, turn | {"role": "assistant"}]}
+    path = write(tmp_path / "x.jsonl", *places, *roles, good)
+    counts = skipped(load(path, skip_bad_rows=True))
+    assert counts["bad row: messages[…] must be text, not null"] == 5 and len(counts) == 51
+    assert counts["bad row: for other reasons"] == 70 - 49
+    monkeypatch.setattr(reading, "MOST", 60)
+    assert message_of(path).startswith(f"at least 60 bad rows, the first 10: {path}:1: messages[0]")
+
+
+def test_nothing_but_bad_rows(tmp_path):
+    good = write(tmp_path / "good.jsonl", GOOD)
+    for rows in (("{\n", "[1]\n"), ({"prompt": 1, "completion": "a"}, GOOD | {"completion": 2})):
+        path = write(tmp_path / "x.jsonl", *rows)
+        assert message_of(path).startswith(f"2 bad rows: {path}:1: ")
+        assert "--skip_bad_rows" not in message_of(path)  # it would not help
+        assert f"2 bad rows: {path}:1: " in message_of(path, skip_bad_rows=True)
+        with refused(f"2 bad rows: {path}:1: "):  # nor with other files
+            load(f"{good},{path}", skip_bad_rows=True, cache_dir=str(tmp_path / "cache"))
+    path = write(tmp_path / "x.jsonl", {"frage": "a"}, "{\n", {"frage": "b"})
+    for skip in (False, True):
+        assert message_of(path, skip_bad_rows=skip).startswith(f"{path}:1: unknown row format")
+
+
+def test_what_is_learnt_is_never_skipped_over(tmp_path):
+    """Marks and masks that are not understood: other rows may mean the same."""
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    null, good = {"messages": [{"role": "user", "content": None}]}, {"messages": turns}
+    for mark in ({"no_loss": True}, {"weight": 0.5}, {"train": 0, "loss": 1}, {"mask": True}):
+        odd = {"messages": [turns[0], turns[1] | mark]}
+        path = write(tmp_path / "x.jsonl", null, good, odd, odd)
+        with refused(rf"2 bad rows: {path}:3: .*; {path}:4: [^;]*$"):
+            load(path, skip_bad_rows=True)
+        with refused(rf"3 bad rows: {path}:1: [^;]*; {path}:3: .*; {path}:4: [^;]*$"):
+            load(path)
+    ids = {"input_ids": [5, 6], "labels": [5, 6]}
+    for odd in ({"prompt_mask": [0, 1]}, {"labels": [6, 7]}, {"loss_mask": [0, 0]}):
+        path = write(tmp_path / "x.jsonl", ids, {"input_ids": "x", "labels": [1]}, ids | odd)
+        with refused(f"^{path}:3: "):
+            load(path, skip_bad_rows=True)
+
+
+def test_held_out_rows_are_never_skipped(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLM_DEMO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("llm_demo.job.plan.once_per_node", lambda world, build: build())
+    train = write(tmp_path / "x.jsonl", GOOD, "{\n", GOOD, GOOD)
+    held = write(tmp_path / "x.heldout.jsonl", GOOD, "{\n", "{\n")
+
+    def load_both(**flags):
+        flags = DataArgs(train_json=train, skip_bad_rows=True, seq_len=64, **flags)
+        return load_data(flags, None, make_tokenizer(), lambda line: None)[:2]
+
+    with refused(rf"^2 bad rows: {held}:2: broken JSON: [^;]*; {held}:3: broken JSON: [^;]*$"):
+        load_both()
+    parts = load_both(eval_json="none", eval_fraction=0.3)
+    assert [len(packs.row_docs) for packs in parts] == [2, 1]
+    write(tmp_path / "x.heldout.jsonl", GOOD)
+    assert [len(packs.row_docs) for packs in load_both()] == [3, 1]
+
+
+def test_a_check_before_ranks_start_is_short(tmp_path):
+    line = json.dumps(GOOD | {"completion": "y" * 100}) + "\n"
+    path = write(tmp_path / "x.jsonl", line * 20_000, "{\n")
+    check_rows([path], DataArgs(), most=1 << 20)  # the ranks read on
+    began = time.process_time()
+    check_rows([path], DataArgs(), most=1 << 21)
+    assert time.process_time() - began < 3
+    with refused(f"2 bad rows: {path}:1: broken JSON.*; {path}:20002: broken JSON"):
+        check_rows([write(tmp_path / "x.jsonl", "{\n", line * 20_000, "{\n")], DataArgs(), 1 << 20)
+    array = write(tmp_path / "x.json", json.dumps([GOOD, {}]))
+    check_rows([array, "openai/gsm8k:test"], DataArgs(), most=10)
+    with refused(f"{array}, row 2: no 'prompt'"):
+        check_rows([array], DataArgs())
+    code = "import sys, llm_demo.data.reading; print({'torch', 'transformers'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "set()\n", done.stderr
