@@ -577,3 +577,18 @@ def test_weights_of_other_formats_are_refused(tmp_path):
         with pytest.raises(UserError, match="weights must be model.safetensors"):
             open_weights(tmp_path)
         (tmp_path / name).unlink()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "part"])
+def test_weights_that_are_no_file_are_refused(name, tmp_path, record_property):
+    """A pipe would be waited for without end. A link may be left of a cache of downloads."""
+    record_property("bad inputs", 4)
+    if name == "part":
+        index = {"weight_map": {"lm_head.weight": name}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    for make in (os.mkfifo, Path.mkdir, "/dev/zero", "gone"):
+        file = tmp_path / name
+        file.symlink_to(make) if isinstance(make, str) else make(file)
+        with pytest.raises(UserError, match=f"{name}(, which)? is no regular file: is the downl"):
+            open_weights(tmp_path)
+        file.rmdir() if make is Path.mkdir else file.unlink()

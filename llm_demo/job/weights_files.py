@@ -254,6 +254,9 @@ class Weights:
 def open_weights(folder: Path) -> Weights | None:
     """The folder's weights; None if it holds none. Raises UserError for other formats."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    for file in (index, single):
+        if os.path.lexists(file) and not file.is_file():
+            raise UserError(f"{file} is no regular file: is the download complete?")
     if index.is_file():
         try:
             places = json.loads(index.read_text())["weight_map"]
@@ -264,8 +267,9 @@ def open_weights(folder: Path) -> Weights | None:
             raise UserError(f"{index} is not a safetensors index: {words_of(e)}") from e
         for file in dict.fromkeys(files.values()):
             if not file.is_file():
+                problem = "no regular file" if os.path.lexists(file) else "missing"
                 raise UserError(
-                    f"{index} names {file.name}, which is missing: is the download complete?"
+                    f"{index} names {file.name}, which is {problem}: is the download complete?"
                 )
         return Weights(folder, files)
     if single.is_file():
