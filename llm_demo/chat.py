@@ -7,6 +7,7 @@ transformers, on one CPU or GPU."""
 
 import argparse
 import functools
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -27,8 +28,12 @@ from llm_demo.job.families import position_limit
 from llm_demo.job.folder import published
 from llm_demo.job.model_folder import load_model, open_model
 from llm_demo.job.parsing import PlainParser, path_of, whole
-from llm_demo.job.source import find_model, load_tokenizer
+from llm_demo.job.source import find_model, load_tokenizer, set_variables
 from llm_demo.job.text import words_of
+
+# An empty block of reasoning. A prompt may have opened it.
+EMPTY_BLOCKS = ("<think></think>", "</think>")
+EMPTY_BLOCK = re.compile(r"^\s*(<think>)?\s*</think>\s*")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -38,6 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--base", help="folder or hub id of the model that an adapter belongs to, if it has moved")
     add("--system", help="system prompt")
     add("--chat_template", help="file with a Jinja chat template; default: the model's own")
+    add("--chat_template_kwargs", help="variables of the chat template, a JSON object")
     add("--max_new_tokens", type=whole(1), default=512, help="maximum length of an answer")
     add("--dtype", choices=("auto", *DTYPES), default="auto", help="dtype of the model")
     return parser
@@ -104,11 +110,27 @@ def load(args, work: Path):
         raise UserError(f"{folder} has no chat template: set one with --chat_template FILE")
     # refuses what is not the model's before its weights are loaded
     start = adapter and start_of(adapter, ",".join(adapter.targets), config)
+    set_variables(tokenizer, args.chat_template_kwargs)
     device = this_device()
     model = load_model(args.model, folder, config, pick_dtype(args.dtype, device)[0])
     if adapter:
         add_adapter(model, adapter, start["read"])
     return model.to(torch.device(device.type)), tokenizer
+
+
+class Answer(TextStreamer):
+    """Prints an answer as it is generated, without an empty block of reasoning before it."""
+
+    held = ""  # what has come while it may still be such a block; None once that is known
+
+    def on_finalized_text(self, text: str, stream_end: bool = False):
+        if self.held is not None:
+            self.held += text
+            begun = "".join(self.held.split())
+            if not stream_end and any(block.startswith(begun) for block in EMPTY_BLOCKS):
+                return
+            text, self.held = EMPTY_BLOCK.sub("", self.held), None
+        super().on_finalized_text(text, stream_end)
 
 
 @torch.no_grad()
@@ -131,7 +153,7 @@ def answer(model, tokenizer, messages: list[dict], most: int) -> str:
     ids = model.generate(
         **prompt, do_sample=False, max_new_tokens=min(most, limit - length),
         eos_token_id=stop, pad_token_id=stop[0],
-        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        streamer=Answer(tokenizer, skip_prompt=True, skip_special_tokens=True),
     )  # fmt: skip
     return tokenizer.decode(ids[0, length:], skip_special_tokens=True)
 

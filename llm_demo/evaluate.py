@@ -34,12 +34,14 @@ from llm_demo.job.files import disk_full, write_json, write_text
 from llm_demo.job.folder import refuse_inside_checkpoints, refuse_unwritable
 from llm_demo.job.model_folder import load_model, open_model
 from llm_demo.job.parsing import PlainParser, choices, path_of, regex, whole
-from llm_demo.job.source import find_model, fix_date, load_config, load_tokenizer
+from llm_demo.job.source import find_model, fix_date, load_config, load_tokenizer, set_variables
 from llm_demo.job.text import counted, progress
 
 TOKENS = 1 << 16  # of a batch, including padding
-DATA = ("seq_len", "data_format", "input_key", "target_key", "train_on_prompt", "learn_turns",
-        "learn_reasoning")  # fmt: skip
+DATA = (
+    "seq_len", "data_format", "input_key", "target_key", "train_on_prompt", "learn_turns",
+    "learn_reasoning", "chat_template_kwargs",
+)  # fmt: skip
 
 
 def main() -> None:
@@ -96,12 +98,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seq_len", type=whole(1), help="longer documents are truncated; default: the smallest "
         "max_position_embeddings of the models")  # fmt: skip
     add("--data_format", choices=choices(DataArgs, "data_format"), default="auto",
-        help="this and the next five: see the flags of the training scripts")  # fmt: skip
+        help="this and the next six: see the flags of the training scripts")  # fmt: skip
     add("--input_key")
     add("--target_key")
     add("--train_on_prompt", action="store_true")
     add("--learn_turns", choices=choices(DataArgs, "learn_turns"), default="all")
     add("--learn_reasoning", choices=("true", "false"), default="true")
+    add("--chat_template_kwargs")
     add("--batch_size", type=whole(1), help="documents per batch, fewer if they are long; default: "
         "on a GPU as many as fit in memory, at most 256; on a CPU 32")  # fmt: skip
     add("--rows", type=whole(), default=0, help="the first documents of each file; 0: all")
@@ -133,6 +136,8 @@ def evaluate(name: str, args, device: torch.device, dtype: torch.dtype) -> dict:
     if weights is None:
         raise UserError(f"{folder} has no weights: export a run, or name a trained model")
     tokenizer = load_tokenizer(str(folder))
+    for line in set_variables(tokenizer, args.chat_template_kwargs, args.learn_reasoning):
+        log(f"{name}: {line}")
     if fix_date(tokenizer, args.date):
         log(f"{name}: the chat template prints the date, here {args.date}")
     same = {key: getattr(args, key) for key in DATA}

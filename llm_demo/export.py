@@ -57,6 +57,7 @@ READ = 1 << 30  # bytes of fp32 masters read at once, or one tensor that has mor
 SHOWN = ("seq_len", "global_batch", "lr", "lr_scheduler", "warmup_steps", "weight_decay",
          "max_grad_norm", "dtype", "seed", "train_on_prompt")  # fmt: skip
 SHOWN_OF_ADAPTERS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "base_bits")
+TEMPLATE = ("learn_reasoning", "chat_template_kwargs")
 IN_4_BITS = (
     "note: the adapters were trained over this base in 4 bits and are now added to its 16-bit "
     "weights, so the model answers a little differently: evaluate it"
@@ -370,6 +371,8 @@ def card(checkpoint: Path, name: str, lora: dict | None = None) -> str:
         base, parallelism = Path(settings["model_name_or_path"]).name, settings["parallelism"]
         data = [Path(part.strip()).name for part in settings["train_json"].split(",")]
         shown = SHOWN + (SHOWN_OF_ADAPTERS if settings.get("lora_rank") else ())
+        # of the chat template: its text begins with them as defaults
+        shown += tuple(key for key in TEMPLATE if settings.get(key) not in (None, True))
         quoted = {key: settings.get(key) for key in ("parallelism", "adapter", *shown)}
         if odd := [key for key, value in quoted.items() if isinstance(value, (dict, list))]:
             raise TypeError(f"{odd[0]} is neither a text nor a number")

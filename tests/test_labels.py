@@ -1,5 +1,6 @@
 """Label masks: golden arrays for every kind of template; a mask is never a guess."""
 
+import inspect
 import itertools
 import json
 import re
@@ -11,7 +12,7 @@ import pytest
 from conftest import ROOT
 from tiny_tokenizer import CHATML, golden, make_tokenizer
 from tokenizers import processors
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from llm_demo.core.errors import UserError
 from llm_demo.data import labels
@@ -20,6 +21,8 @@ from llm_demo.data.labels import Codec, encode
 from llm_demo.data.records import detect_format, to_record
 from llm_demo.data.turns import Record
 from llm_demo.job.args import DataArgs
+from llm_demo.job.parsing import NOT_VARIABLES, template_variables
+from llm_demo.job.source import set_variables
 
 SHARED = Path(__file__).parents[2] / "shared"
 
@@ -40,6 +43,22 @@ QWEN3 = (
     "{{ '<E>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<S>assistant\n' }}{% endif %}"
 )
+THINK_OR_NOT = (
+    "{% if enable_thinking is defined and enable_thinking is false %}"
+    "{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+)
+ASKS = "{{ '<S>assistant\n' }}{% endif %}"
+QWEN3_PROMPT = QWEN3.replace(ASKS, "{{ '<S>assistant\n' }}" + THINK_OR_NOT + "{% endif %}")
+# Like Qwen3.5 and Qwen3-Thinking: the prompt opens the block that the answer goes on with.
+QWEN35 = QWEN3.replace(
+    ASKS,
+    "{{ '<S>assistant\n' }}"
+    + THINK_OR_NOT.replace("{% endif %}", "{% else %}{{ '<think>\n' }}{% endif %}")
+    + "{% endif %}",
+)
+# Keeps the reasoning of earlier turns if it is asked to (Qwen3.6).
+PRESERVES = QWEN35.replace("loop.index0 > ns.last", "(loop.index0 > ns.last or preserve_thinking)")
+BLOCK = "<think>\n\n</think>\n\n"
 # Like DeepSeek-R1: the generation prompt opens the reasoning, earlier turns lose theirs.
 OPENS_THINK = CHATML.replace("<S>assistant\n", "<S>assistant\n<think>\n")
 # Like Llama 3: the text of bos is part of the template, contents are trimmed.
@@ -159,27 +178,27 @@ MASKS = {
     "reasoning lost in an earlier turn": (
         QWEN3,
         chat("hi", "<think>\nr\n</think>\n\nyo", "b", "c"),
-        PAIR + "yo<E>\n<S>user\nb<E>\n<S>assistant\n<think>\n\n</think>\n\n⟦c<E>⟧\n",
+        PAIR + "yo<E>\n<S>user\nb<E>\n<S>assistant\n⟦<think>\n\n</think>\n\nc<E>⟧\n",
     ),
     "spaces kept by the template": (CHATML, chat("hi", " yo "), PAIR + "⟦ yo <E>⟧\n"),
     "empty think before the last answer": (
         QWEN3,
         chat("hi", "yo", "b", "c"),
-        PAIR + "⟦yo<E>⟧\n<S>user\nb<E>\n<S>assistant\n<think>\n\n</think>\n\n⟦c<E>⟧\n",
+        PAIR + "⟦yo<E>⟧\n<S>user\nb<E>\n<S>assistant\n⟦<think>\n\n</think>\n\nc<E>⟧\n",
     ),
     "reasoning in the answer": (QWEN3, chat("hi", "<think>\nr\n</think>\n\nyo"),
                                 PAIR + "⟦<think>\nr\n</think>\n\nyo<E>⟧\n"),
     "an empty think that the template drops": (
         QWEN3,
         chat("hi", "<think>\n\n</think>\n\nyo", "b", "c"),
-        PAIR + "⟦yo<E>⟧\n<S>user\nb<E>\n<S>assistant\n<think>\n\n</think>\n\n⟦c<E>⟧\n",
+        PAIR + "⟦yo<E>⟧\n<S>user\nb<E>\n<S>assistant\n⟦<think>\n\n</think>\n\nc<E>⟧\n",
     ),
     "an empty think that the row has itself": (QWEN3, chat("hi", "<think>\n\n</think>\n\nyo"),
                                                PAIR + "⟦<think>\n\n</think>\n\nyo<E>⟧\n"),
     "reasoning_content": (QWEN3, chat("hi", "yo", reasoning_content="r"),
                           PAIR + "⟦<think>\nr\n</think>\n\nyo<E>⟧\n"),
     "tool call": (QWEN3, chat("hi", "", tool_calls=[{"function": {"name": "f"}}]),
-                  PAIR + "<think>\n\n</think>\n\n⟦[f]<E>⟧\n"),
+                  PAIR + "⟦<think>\n\n</think>\n\n[f]<E>⟧\n"),
     "generation prompt opens think": (OPENS_THINK, chat("hi", "yo", "b", "c"),
                                       PAIR + "⟦yo<E>⟧\n<S>user\nb<E>\n<S>assistant\n⟦c<E>⟧\n"),
     "special tokens inside the answer": (
@@ -205,7 +224,7 @@ MASKS = {
     "two assistant turns in a row": (
         QWEN3,
         Record([*chat("hi", "yo").messages, {"role": "assistant", "content": "so"}]),
-        PAIR + "⟦yo<E>⟧\n<S>assistant\n<think>\n\n</think>\n\n⟦so<E>⟧\n",
+        PAIR + "⟦yo<E>⟧\n<S>assistant\n⟦<think>\n\n</think>\n\nso<E>⟧\n",
     ),
     "tools before the last question": (MISTRAL,
                                        chat("hi", "yo", "b", "c")._replace(tools=[{"name": "f"}]),
@@ -310,6 +329,165 @@ def test_mask(case):
     assert one(record, make_tokenizer(template)) == golden(expected)
 
 
+TOOL = {"role": "tool", "content": "7"}
+SO = {"role": "assistant", "content": "so"}
+NEXT = "<S>user\nb<E>\n<S>assistant\n"
+ANSWERS = {"learn_reasoning": False}
+NO_THINKING = {"enable_thinking": False}
+# What is learnt begins where the prompt that a server makes by default ends.
+ASKED = {
+    # template, conversation, options of Codec, what it becomes, remarks
+    "an empty block": (QWEN3_PROMPT, chat("hi", "yo"), {}, PAIR + f"⟦{BLOCK}yo<E>⟧\n", {}),
+    "an earlier turn has no block": (
+        QWEN3_PROMPT, chat("hi", "yo", "b", "c"), {},
+        PAIR + f"⟦yo<E>⟧\n{NEXT}⟦{BLOCK}c<E>⟧\n", {},
+    ),
+    "the prompt opens the block, and ends inside a token": (
+        QWEN35, chat("hi", "yo"), {}, PAIR + "<think>\n⟦\n</think>\n\nyo<E>⟧\n", {},
+    ),
+    "it does so twice": (
+        QWEN35.replace(" and (loop.last or think)", ""), Record([*call().messages, TOOL, SO]), {},
+        PAIR + "<think>\n⟦\n</think>\n\n[f]<E>⟧\n<S>tool\n7<E>\n<S>assistant\n"
+        + "<think>\n⟦\n</think>\n\nso<E>⟧\n", {},
+    ),
+    "the prompt opens the block of some reasoning": (
+        QWEN35, chat("hi", "yo", reasoning_content="r"), {},
+        PAIR + "<think>\n⟦r\n</think>\n\nyo<E>⟧\n", {},
+    ),
+    "an earlier turn has no block, but its prompt opened one": (
+        QWEN35, chat("hi", "yo", "b", "c"), {},
+        PAIR + f"⟦yo<E>⟧\n{NEXT}<think>\n⟦\n</think>\n\nc<E>⟧\n", {reasons.UNOPENED: 1},
+    ),
+    "the template writes no block at all": (
+        OPENS_THINK, chat("hi", "yo"), {}, PAIR + "⟦yo<E>⟧\n", {reasons.UNOPENED: 1},
+    ),
+    "the row asks without reasoning": (
+        QWEN35, chat("hi", "yo")._replace(chat_template_kwargs=NO_THINKING), {},
+        PAIR + f"{BLOCK}⟦yo<E>⟧\n", {},
+    ),
+    "the row has its earlier reasoning kept": (
+        PRESERVES,
+        chat("hi", "<think>\nr\n</think>\n\nyo", "b", "c")._replace(
+            chat_template_kwargs={"preserve_thinking": True}
+        ),
+        {}, PAIR + f"<think>\n⟦r\n</think>\n\nyo<E>⟧\n{NEXT}<think>\n⟦\n</think>\n\nc<E>⟧\n", {},
+    ),
+    "the template has no such variable": (
+        CHATML, chat("hi", "yo")._replace(chat_template_kwargs=NO_THINKING), {},
+        PAIR + "⟦yo<E>⟧\n", {reasons.NO_VARIABLE: 1},
+    ),
+    "answers alone": (QWEN35, chat("hi", "yo"), ANSWERS, PAIR + f"{BLOCK}⟦yo<E>⟧\n", {}),
+    "answers alone behind reasoning": (
+        QWEN3_PROMPT, chat("hi", "<think>\nr\n</think>\n\nyo"), ANSWERS,
+        PAIR + "<think>\nr\n</think>\n\n⟦yo<E>⟧\n", {reasons.WITH_REASONING: 1},
+    ),
+    "answers alone, an earlier one without the block": (
+        QWEN3_PROMPT, chat("hi", "yo", "b", "c"), ANSWERS,
+        PAIR + f"⟦yo<E>⟧\n{NEXT}{BLOCK}⟦c<E>⟧\n", {reasons.UNOPENED: 1},
+    ),
+    "answers alone, with only a closing tag": (
+        CHATML, chat("hi", "r</think>yo"), ANSWERS, PAIR + "r</think>⟦yo<E>⟧\n",
+        {reasons.ONLY_CLOSED: 1, reasons.WITH_REASONING: 1},
+    ),
+    "a rendered prompt": (CHATML, chat(PAIR, "yo"), {}, PAIR + "⟦yo<E>⟧\n", {}),
+    "a rendered prompt, and the answer's end": (
+        CHATML, chat(PAIR, "yo<E>\n"), {}, PAIR + "⟦yo<E>⟧\n", {},
+    ),
+    "a rendered prompt that asks for no reasoning": (
+        QWEN35, chat(PAIR + BLOCK, "yo"), {}, PAIR + f"{BLOCK}⟦yo<E>⟧\n", {},
+    ),
+    "a rendered prompt of marks": (TAGGED_WHOLE, chat(PAIR, "yo"), {}, PAIR + "⟦yo<E>⟧\n", {}),
+    "a rendered prompt, where no words ask": (
+        MISTRAL, chat("<S>hi</S>", " yo"), {}, "<S>hi</S>⟦ yo<E>⟧", {},
+    ),
+    "special tokens in a question and an answer": (
+        CHATML, chat("h<P>i", "yo", "b", "<B>"), {},
+        f"<S>user\nh<P>i<E>\n<S>assistant\n⟦yo<E>⟧\n{NEXT}⟦<B><E>⟧\n",
+        {reasons.SPECIALS_INSIDE: 1},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ASKED)
+def test_learnt_is_what_the_model_is_asked_for(case):
+    template, record, options, expected, remarks = ASKED[case]
+    tokenizer = make_tokenizer(template)
+    set_variables(tokenizer, None, options.get("learn_reasoning", True))
+    ((sample, found),) = encode(Codec(tokenizer, **options), [record])
+    assert (sample.ids.tolist(), sample.is_label.tolist()) == masked(expected)
+    assert +found == remarks
+    if remarks or "<S>" in record.messages[0]["content"]:
+        return
+    # a server's prompt, in token ids, is what stands before the last learnt tokens
+    last = max(i for i in range(1, len(sample.ids)) if sample.is_label[i] > sample.is_label[i - 1])
+    end = max(i for i, m in enumerate(record.messages) if m["role"] == "assistant")
+    asked = tokenizer.apply_chat_template(
+        record.messages[:end], add_generation_prompt=True, **record.chat_template_kwargs
+    )
+    assert tokenizer.decode(asked["input_ids"]) == tokenizer.decode(sample.ids[:last])
+    if expected.count("<think>\n⟦") < 2:  # a server may join the halves in earlier turns
+        assert asked["input_ids"] == sample.ids[:last].tolist()
+
+
+def masked(expected):
+    """(ids, which are learnt) of a text as for `golden`."""
+    ids, labels = golden(expected)
+    return ids, [False, *(label >= 0 for label in labels[:-1])]
+
+
+def test_variables_are_defaults_of_the_template():
+    tokenizer = make_tokenizer(QWEN35)
+    question = chat("hi").messages
+
+    def asked(**more):
+        return tokenizer.apply_chat_template(
+            question, add_generation_prompt=True, tokenize=False, **more
+        )
+
+    assert asked() == PAIR + "<think>\n"
+    (line,) = set_variables(tokenizer, None, learn_reasoning=False)
+    assert line.startswith("chat template: enable_thinking is false (--learn_reasoning false)")
+    assert asked() == PAIR + BLOCK
+    assert asked(enable_thinking=True) == PAIR + "<think>\n"  # who asks decides
+    set_variables(tokenizer, '{"enable_thinking": true}', learn_reasoning=False)  # so does the flag
+    assert asked() == PAIR + "<think>\n"
+    with pytest.raises(UserError, match="has no variable 'enable_thinkin': remove it"):
+        set_variables(tokenizer, '{"enable_thinkin": true}')
+
+    values = {"a": None, "b": [1, {"c": '"%}\n\U0001f680'}], "d": -2.5, "e": False}
+    prints = make_tokenizer("{% for m in messages %}{{ [b, d, e] | tojson }}{% endfor %}")
+    set_variables(prints, json.dumps(values))
+    text = prints.apply_chat_template(question, tokenize=False)
+    assert json.loads(text) == [values["b"], values["d"], values["e"]]
+
+
+def test_variables_that_cannot_be_set():
+    for text, words in (
+        ("{", "no JSON object"), ("[1]", "must be a JSON object"), ("3", "must be a JSON object"),
+        ('{"tools": []}', "'tools' is no variable"), ('{"a-b": 1}', "'a-b' is no variable"),
+        ('{"bos_token": "x"}', "'bos_token' is no variable"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=f"--chat_template_kwargs.*{words}"):
+            template_variables(text, "--chat_template_kwargs")
+    names = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    assert names.keys() <= NOT_VARIABLES
+
+
+def test_a_template_that_can_not_ask_without_reasoning():
+    (line,) = set_variables(make_tokenizer(QWEN3), None, learn_reasoning=False)
+    assert "no variable that puts the block into the prompt" in line and "--chat_template" in line
+    assert set_variables(make_tokenizer(), None, learn_reasoning=False) == []
+
+
+def test_the_variable_that_keeps_reasoning_is_named():
+    rows = chat("hi", "<think>\nr\n</think>\n\nyo", "b", "c")
+    ((_, found),) = encode(Codec(make_tokenizer(PRESERVES)), [rows])
+    (reason,) = (+found).keys()
+    assert """--chat_template_kwargs '{"preserve_thinking": true}' keeps it""" in reason
+    ((_, found),) = encode(Codec(make_tokenizer(QWEN35)), [rows])
+    assert +found == {reasons.NO_REASONING: 1}
+
+
 FAMILIES = ("llama3", "qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_5_think", "gemma3", "phi3",
             "phi3_5", "deepseekv3", "glm4moe")  # fmt: skip
 SPECIALS = re.compile(r"<\|\w+\|>|<｜[^｜]+｜>|<(?:start|end)_of_turn>|\[gMASK\]|<sop>")
@@ -378,6 +556,7 @@ def test_reasoning_as_context():
     dropped = chat("hi", "<think>r</think>yo")
     assert one(dropped, make_tokenizer(drops), **codec) == golden(PAIR + "⟦yo<E>⟧\n")
     assert one(given, make_tokenizer(), **codec) == golden(PAIR + "⟦yo<E>⟧\n")
+    assert one(chat("hi", "<think>r9"), make_tokenizer(), **codec) == reasons.UNCLOSED
     only = chat("hi", "<think>r</think>")
     assert one(only, make_tokenizer(QWEN3), **codec) == reasons.EMPTY_TURN
     marked = make_tokenizer(TAGGED)
@@ -388,6 +567,7 @@ def test_reasoning_as_context():
     assert one(called, make_tokenizer(AS_JSON), **codec) == expected
 
 
+RENDERED = labels.RENDERED.format(token="<S>")
 SKIPPED = {
     "reasoning lost in the only answer": (QWEN3, chat("hi", "<think>\nr\n</think>\n\nyo", "b"),
                                           reasons.NO_REASONING),
@@ -395,6 +575,9 @@ SKIPPED = {
                                   chat("hi", "yo"), reasons.REWRITTEN),
     "tool call not rendered": (CHATML, chat("hi", "", tool_calls=[{"function": {"name": "f"}}]),
                                labels.NO_CALLS),
+    "a rendered prompt without its end": (CHATML, chat(PAIR[:-1], "yo"), RENDERED),
+    "a rendered prompt behind another turn": (CHATML, chat("system:s", PAIR, "yo"), RENDERED),
+    "the template's tokens in a question": (CHATML, chat("say <S>", "yo"), RENDERED),
     "stop token inside the answer": (CHATML, chat("hi", "a<E>b"), reasons.ENDS_INSIDE),
     "tags and dropped reasoning": (TAGGED, chat("hi", "yo", reasoning_content="r"),
                                    reasons.NO_REASONING),

@@ -34,7 +34,7 @@ def said(folder, steps=3, best=None, **settings):
         "model_name_or_path": str(ROOT / "models/qwen3-tiny"), "tokenizer_name_or_path": None,
         "eval_json": "my data.heldout.jsonl", "seq_len": 128, "data_format": "auto",
         "input_key": None, "target_key": None, "train_on_prompt": False, "learn_turns": "all",
-        "dataset_config": None, "learn_reasoning": True,
+        "dataset_config": None, "learn_reasoning": True, "chat_template_kwargs": None,
     }  # fmt: skip
     best = folder / f"checkpoints/step_{best or steps:08d}"
     lines = next_steps(folder, argparse.Namespace(**of_a_run | settings), steps, best)
@@ -51,10 +51,11 @@ def words(line):
 
 def test_a_hub_dataset_and_turns_are_named_as_the_run_had_them(folder):
     flags = {"dataset_config": "main", "learn_turns": "last", "learn_reasoning": False}
+    flags["chat_template_kwargs"] = variables = '{"preserve_thinking": true}'
     found = said(folder, eval_json="openai/gsm8k:test", **flags)
     args = evaluate.make_parser().parse_args(words(found["evaluate"]))
     assert (args.data, args.learn_turns) == ("openai/gsm8k:main:test", "last")
-    assert args.learn_reasoning == "false"
+    assert args.learn_reasoning == "false" and args.chat_template_kwargs == variables
 
 
 def test_the_best_checkpoint_is_exported_after_early_stopping(folder):

@@ -23,7 +23,7 @@ from llm_demo.data.labels import Codec, arguments_as_text, encode
 from llm_demo.data.reading import BadRows, open_rows
 from llm_demo.data.records import ARGUMENTS, EMPTY, REAL, TOOLS, RowFormat, keys_of
 from llm_demo.data.sources import Bad, hub_parts, place_of
-from llm_demo.data.turns import Record, Sample, assistant
+from llm_demo.data.turns import REMARKS, Record, Sample, assistant
 from llm_demo.job.cache import verified
 from llm_demo.job.text import counted, progress
 
@@ -69,6 +69,7 @@ class Stats:
     files: list[File] = field(default_factory=list)
     skipped: dict[str, LeftOut] = field(default_factory=dict)  # by reason
     turns: dict[str, LeftOut] = field(default_factory=dict)  # not learnt, in rows that are kept
+    remarks: dict[str, LeftOut] = field(default_factory=dict)  # on what is learnt
     # documents that were cut ("truncate", "split"), "tokens" that were lost, and those "learnt"
     cut: dict[str, int] = field(default_factory=dict)
     seq_len_why: str = ""  # if seq_len was chosen
@@ -82,7 +83,7 @@ class Stats:
         files = [File(**file) for file in facts["files"]]
         left_out = {
             name: {reason: LeftOut(**rows) for reason, rows in facts[name].items()}
-            for name in ("skipped", "turns")
+            for name in ("skipped", "turns", "remarks")
         }
         return cls(**{**facts, **left_out, "files": files})
 
@@ -127,6 +128,9 @@ class Stats:
             turns = f"{counted(n.turns, 'turn')} in {counted(n.rows, 'row')}"
             are = "is" if n.turns == 1 else "are"
             yield f"data: {turns} {are} not learnt: {reason} ({self.first(n)})"
+        for remark, n in self.remarks.items():
+            turns = f"{counted(n.turns, 'turn')} in {counted(n.rows, 'row')}"
+            yield f"data: {turns}: {remark} ({self.first(n)})"
         for reason, n in self.skipped.items():
             yield f"data: skipped {counted(n.rows, 'row')}: {reason} ({self.first(n)})"
 
@@ -238,7 +242,8 @@ def _tokenise(
                         _count(stats.skipped, sample, number, n)
                         continue
                     for reason, turns in (+reasons).items():
-                        _count(stats.turns, reason, number, n, turns)
+                        kind = stats.remarks if reason in REMARKS else stats.turns
+                        _count(kind, reason, number, n, turns)
                     yield sample, number, n
             for (key, role), n in sorted(turn_keys.items()):
                 if tries[key, role] != USED:

@@ -1,8 +1,10 @@
 """Turns records into samples: one conversation as token ids, with the labels marked.
 
 The whole conversation is rendered once and tokenised once, so the ids equal those of the
-tokenizer's own apply_chat_template. The labels are the tokens after the generation prompt of an
-assistant turn, up to and including the turn's stop token, without the whitespace after it. If the
+tokenizer's own apply_chat_template, but where the prompt of a turn ends inside a token (see
+turns.py). The labels are the tokens after the default generation prompt of an assistant turn, up to
+and including the turn's stop token, without the whitespace after it: what a model has to write when
+it is asked. So an empty block of reasoning is learnt, unless the prompt holds it. If the
 template marks what to learn itself ({% generation %}), the labels are what it marks. If only the
 token of the next turn's role ends answers (GLM-4), that is the stop token, and it is added to the
 last answer. A turn that is not as the row has it (see turns.py) is not learnt, and the reason is
@@ -19,8 +21,13 @@ from tokenizers import Tokenizer
 from llm_demo.core.errors import UserError
 from llm_demo.data.turns import (
     EMPTY_TURN,
+    MARKER,
+    NO_REASONING,
+    NO_VARIABLE,
     REFUSALS,
     REFUSED,
+    SPECIALS_INSIDE,
+    THINK_PROMPT,
     NotLearnt,
     Record,
     Rendered,
@@ -38,6 +45,11 @@ LEFT_OUT = "the chat template drops the {role} turn"
 MARKED = "marked with weight 0, train false or the like"
 NO_TEXT = "it contains half a surrogate pair: invalid text"
 NOT_OURS = "marked to be learnt, but only the assistant's answers can be"
+RENDERED = (
+    "a prompt contains tokens that the chat template writes itself, such as {token}: give the bare "
+    "text, or a prompt that ends as the template's generation prompt does"
+)
+CLOSED_BLOCK = re.compile(r"<think>\s*</think>\s*$")  # at the end of a prompt: do not reason
 
 
 class Codec:
@@ -73,6 +85,17 @@ class Codec:
         self.tagged = re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
         bos = [tokenizer.bos_token_id]  # ids put before plain text: one or none
         self.bos = bos if tokenizer("a")["input_ids"][:1] == bos else []
+        # what the template writes: to ask for an answer, behind it, and its special tokens
+        told = asked = self.behind = ""
+        if self.template:
+            question = [{"role": "user", "content": MARKER}]
+            told = _try_render(tokenizer, question) or ""
+            asked = _try_render(tokenizer, question, add_generation_prompt=True) or ""
+            self.behind = _behind_answer(tokenizer)
+        words = asked.removeprefix(told) or asked.rpartition(MARKER)[2]
+        self.asks = THINK_PROMPT.sub("", words)
+        self.own = _any_of(set(self.specials.findall(told + asked + self.behind)))
+        self.drops_reasoning = ""  # see why_no_reasoning
 
     def closing(self, messages: list[dict]) -> str:
         """What ends a conversation whose template does not end its last answer."""
@@ -83,7 +106,59 @@ class Codec:
 
     def try_render(self, messages: list[dict], record: Record, **options):
         """These messages as the chat template writes them: text, or tokens. None if it refuses."""
-        return _try_render(self.tokenizer, messages, tools=record.tools, **options)
+        variables = record.chat_template_kwargs
+        return _try_render(self.tokenizer, messages, tools=record.tools, **variables, **options)
+
+    def why_no_reasoning(self, record: Record, text: str, reasoning: str) -> str:
+        """Why a turn's reasoning is missing in the text of a record. Names the template's variable
+        that keeps it, if there is one; looked up for the first such turn."""
+        if not self.drops_reasoning:
+            self.drops_reasoning = NO_REASONING
+            for variables in thinking_variables(self.template):
+                changed = record.chat_template_kwargs | variables
+                kept = self.try_render(
+                    record.messages, record._replace(chat_template_kwargs=changed)
+                )
+                if kept and kept.count(reasoning) > text.count(reasoning):
+                    self.drops_reasoning = (
+                        "the chat template drops the turn's reasoning; --chat_template_kwargs "
+                        f"'{json.dumps(variables)}' keeps it"
+                    )
+                    break
+        return self.drops_reasoning
+
+
+def has_variable(template: str, name: str) -> bool:
+    """Whether a chat template may read a variable of this name."""
+    return re.search(rf"\b{re.escape(name)}\b", template) is not None
+
+
+def thinking_variables(template: str) -> list[dict]:
+    """{name: value} of each setting by which a chat template might write, or ask for, reasoning in
+    another way: its names with "think" or "reason" in them, true and false."""
+    names = sorted(set(re.findall(r"\b\w*(?:think|reason)\w*\b", template)))
+    return [{name: value} for name in names if name.isidentifier() for value in (True, False)]
+
+
+def closes_reasoning(tokenizer, variables: dict) -> dict | None:
+    """What to add to variables of the chat template, so that the prompt of a question holds a
+    closed, empty block of reasoning; {} if it does so without, None if nothing does it."""
+    templates = tokenizer.chat_template
+    text = "\n".join(templates.values()) if isinstance(templates, dict) else templates or ""
+    question = [{"role": "user", "content": "?"}]
+    others = [more for more in thinking_variables(text) if not more.keys() & variables.keys()]
+    for more in ({}, *others):
+        prompt = _try_render(tokenizer, question, add_generation_prompt=True, **variables, **more)
+        if prompt and CLOSED_BLOCK.search(prompt):
+            return more
+    return None
+
+
+def writes_empty_blocks(tokenizer) -> bool:
+    """Whether the chat template puts an empty block of reasoning before an answer without any."""
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
+    text = _try_render(tokenizer, turns) or ""
+    return CLOSED_BLOCK.search(text.partition("ANSWER")[0]) is not None
 
 
 def _any_of(texts) -> re.Pattern:
@@ -148,8 +223,8 @@ def _special(tokenizer, text: str, at: int) -> int | None:
 
 
 def encode(codec: Codec, records: list[Record]) -> list[tuple[Sample | str, Counter]]:
-    """For each record: its sample, or why its row is skipped; and {why a turn is not learnt: its
-    turns}.
+    """For each record: its sample, or why its row is skipped; and {why a turn is not learnt, or one
+    of turns.REMARKS: its turns}.
 
     One call tokenises all rows on all cores, with the tokenizers library's own threads. Rendering
     takes about 10 us, so worker processes (or datasets.map) would cost more than they save."""
@@ -203,12 +278,14 @@ def _render(codec: Codec, record: Record) -> tuple[Record, str]:
         raise NotLearnt(NO_CALLS)
     if not codec.template:
         return record, plain(record.messages, eos)
+    if (rendered := _rendered_prompt(codec, record)) is not None:
+        return rendered
     rendered, reasons = [], []
     # Most templates take a call's arguments as an object, some (DeepSeek-V3) only as JSON text.
     for form in (record, arguments_as_text(record)) if calls else (record,):
         try:
             text = codec.tokenizer.apply_chat_template(
-                form.messages, tools=form.tools, tokenize=False
+                form.messages, tools=form.tools, tokenize=False, **form.chat_template_kwargs
             )
         except REFUSALS as error:
             words = " ".join(str(error).split())[:100]
@@ -227,6 +304,29 @@ def _render(codec: Codec, record: Record) -> tuple[Record, str]:
         raise NotLearnt(NO_TEXT) from None
     _refuse_dropped(codec, form, text)
     return form, text + codec.closing(form.messages)
+
+
+def _rendered_prompt(codec: Codec, record: Record) -> tuple[Record, str] | None:
+    """(the record, its text) if its prompt is text as the chat template writes it, up to where it
+    asks for the answer: both are used as they are, and the answer gets its end. None if no message
+    but the assistant's holds a special token that the template writes. Raises NotLearnt if one
+    does otherwise."""
+    messages = record.messages
+    given = [codec.own.search(m["content"]) for m in messages if not assistant(m)]
+    if not any(given):
+        return None
+    roles = [message["role"] for message in messages]
+    prompt = messages[0]["content"]
+    complete = THINK_PROMPT.sub("", prompt).endswith(codec.asks) and codec.asks
+    if not complete or roles != ["user", "assistant"] or record.tools:
+        token = next(match[0] for match in given if match)
+        raise NotLearnt(RENDERED.format(token=token))
+    answer = messages[1]["content"]
+    if end := re.search(rf"(?:{codec.ends.pattern})\s*$", answer):
+        answer = answer[: end.start()]
+    messages = changed(messages, 1, content=answer)
+    end = codec.behind + codec.closing(messages)
+    return record._replace(messages=messages, is_rendered=True), prompt + answer + end
 
 
 def arguments_as_text(record: Record) -> Record:
@@ -251,14 +351,25 @@ def _refuse_dropped(codec: Codec, record: Record, text: str) -> None:
 
 
 def _sample(chat: Rendered, reasons: Counter) -> Sample:
-    codec, record, _, encoding = chat
-    ids, is_label = record.tokens or (encoding.ids, [True] * len(encoding.ids))
+    codec, record = chat.codec, chat.record
+    if record.messages is not None:
+        texts = [message["content"] for message in record.messages]
+        if record.is_rendered:
+            del texts[0]
+        if any(map(codec.specials.search, texts)):
+            reasons[SPECIALS_INSIDE] += 1
+        if not all(has_variable(codec.template, key) for key in record.chat_template_kwargs):
+            reasons[NO_VARIABLE] += 1
+    spans = None
+    if record.messages is not None and not codec.train_on_prompt:
+        chat, spans = _learnt_spans(chat, reasons)
+    ids, is_label = record.tokens or (chat.encoding.ids, [True] * len(chat.encoding.ids))
     ids, is_label = np.array(ids, np.int32), np.array(is_label, bool)
     if codec.train_on_prompt:
         is_label[:] = True
-    elif record.messages is not None:
+    elif spans is not None:
         is_label[:] = False
-        for first, last in _learnt_spans(chat, reasons):
+        for first, last in spans:
             is_label[first : last + 1] = True
     rendered = record.tokens or codec.template and record.messages
     if codec.bos and not rendered and list(ids[:1]) != codec.bos:
@@ -269,9 +380,10 @@ def _sample(chat: Rendered, reasons: Counter) -> Sample:
     return Sample(ids, is_label)
 
 
-def _learnt_spans(chat: Rendered, reasons: Counter) -> list[tuple[int, int]]:
-    """(first token, stop token) of each learnt turn. Counts the row's turns that are not learnt in
-    `reasons`; raises NotLearnt, with the reason of the first one, if none is."""
+def _learnt_spans(chat: Rendered, reasons: Counter) -> tuple[Rendered, list[tuple[int, int]]]:
+    """(the conversation as `spans_of` leaves it, (first token, stop token) of each learnt turn).
+    Counts in `reasons` the row's turns that are not learnt, and remarks on those that are; raises
+    NotLearnt, with the reason of the first one that is not, if none is."""
     codec, record = chat.codec, chat.record
     answers = _answers(record)
     reasons.update(filter(None, answers.values()))
@@ -280,18 +392,21 @@ def _learnt_spans(chat: Rendered, reasons: Counter) -> list[tuple[int, int]]:
     if codec.last_only and turns:
         turns, why = turns[-1:], answers[turns[-1]] or NOTHING
     turns = [i for i in turns if not answers[i]]
-    if codec.tagged and turns:
+    if codec.tagged and turns and not record.is_rendered:
         options = {"return_dict": True, "return_assistant_tokens_mask": True}
         encoded = codec.try_render(record.messages, record, tokenize=True, **options) or {}
         found = encoded.get("assistant_masks", [])
         marks = np.zeros(len(chat.encoding.ids), bool)  # also of what `closing` adds
         marks[: len(found)] = found
     for turn in turns:
+        remarks = set()
         try:
-            spans += spans_of(chat, turn, marks)
+            chat, found = spans_of(chat, turn, marks, remarks)
+            spans += found
+            reasons.update(remarks)
         except NotLearnt as reason:
             reasons[str(reason)] += 1
             why = str(reason) if why == NOTHING else why
     if not spans:
         raise NotLearnt(why)
-    return spans
+    return chat, spans

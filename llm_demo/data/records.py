@@ -12,7 +12,7 @@ import numpy as np
 from llm_demo.core.errors import UserError
 from llm_demo.data.turns import Record, assistant
 from llm_demo.job.files import DECODER
-from llm_demo.job.parsing import FALSE, TRUE
+from llm_demo.job.parsing import FALSE, TRUE, template_variables
 
 # Keys of tokenised rows, each a list of 0 and 1: which tokens are real, which are learnt.
 REAL = "attention_mask"
@@ -26,11 +26,12 @@ QUESTIONS = (
     ("question", "response"), ("query", "response"),
 )  # fmt: skip
 TOOLS = ("tools", "tool_defs")  # one thing
-BESIDE = ("system", "history", *TOOLS)
+VARIABLES = "chat_template_kwargs"  # of the chat template, for one row, as TRL names them
+BESIDE = ("system", "history", *TOOLS, VARIABLES)
 FORMATS = {
     "tokens": ((("input_ids",),), ("labels", REAL, *LEARNT, "position_ids")),
-    "messages": ((("messages",),), ("system", *TOOLS)),
-    "conversations": ((("conversations",),), ("system", *TOOLS)),
+    "messages": ((("messages",),), ("system", *TOOLS, VARIABLES)),
+    "conversations": ((("conversations",),), ("system", *TOOLS, VARIABLES)),
     "prompt": ((("prompt", "completion"), ("prompt", "response")), BESIDE),
     "alpaca": (QUESTIONS, ("input", "context", "system_prompt", *BESIDE)),
     "input": ((("input", "target"),), BESIDE),
@@ -177,9 +178,10 @@ def _to_record(row: dict, row_format: RowFormat, template: str | None) -> Record
     if kind == "text":
         return Record(None, text=_text(values[0], "text"))
     tools = _tools(optional)
+    variables = template_variables(optional.get(VARIABLES), VARIABLES)
     if kind in ("messages", "conversations"):
         messages = _messages(values[0], keys[0], template)
-        return _record(_system(optional, messages) + messages, tools)
+        return _record(_system(optional, messages) + messages, tools, variables)
     if more := [key for key in ("input", "context") if key in optional]:
         texts = [_text(values[0], keys[0]), *(_text(optional[key], key) for key in more)]
         values[0] = "\n\n".join(text for text in texts if text.strip())
@@ -192,17 +194,19 @@ def _to_record(row: dict, row_format: RowFormat, template: str | None) -> Record
     history = _history(optional.get("history"), template)
     before = _system(optional, history or prompt) + history
     context = frozenset(range(len(before), len(before) + len(prompt)))
-    return _record(before + prompt + completion, tools, context)
+    return _record(before + prompt + completion, tools, variables, context)
 
 
-def _record(messages: list[dict], tools, context=frozenset()) -> Record:
+def _record(messages: list[dict], tools, variables: dict, context=frozenset()) -> Record:
     """A conversation without its turns' marks, which no chat template should see."""
     marks = {}
     for number, message in enumerate(messages):
         if values := [message.pop(key) for key in MARKS if key in message]:
             marks[number] = all(values)
     marks = _by_masks(messages, marks) | marks
-    return Record(messages, tools=tools, context=context, marks=marks)
+    return Record(
+        messages, tools=tools, context=context, marks=marks, chat_template_kwargs=variables
+    )
 
 
 def _by_masks(messages: list[dict], marks: dict[int, bool]) -> dict[int, bool]:

@@ -25,6 +25,20 @@ ENDS_INSIDE = "the assistant text contains the token that ends a turn"
 UNMARKED = "the chat template's {% generation %} marks leave the turn out"
 UNSTOPPED = "no stop token after an assistant turn"
 STRADDLED = "a token straddles the start of an assistant turn"
+UNCLOSED = "the turn's reasoning is not closed, so it has no answer"
+
+# What is said of turns that are learnt.
+UNOPENED = (
+    "the chat template writes them without the <think> that its generation prompt holds, so the "
+    "model is asked with another prompt than it is trained with"
+)
+WITH_REASONING = (
+    "have reasoning, which is context (--learn_reasoning false), but the model is asked without it"
+)
+ONLY_CLOSED = "their reasoning has no opening tag; all before </think> is context"
+SPECIALS_INSIDE = "special tokens stand in their text; they are read as special tokens"
+NO_VARIABLE = "the row's chat_template_kwargs name a variable that the chat template does not have"
+REMARKS = (UNOPENED, WITH_REASONING, ONLY_CLOSED, SPECIALS_INSIDE, NO_VARIABLE)
 
 # Reasoning templates put an empty block before an answer without reasoning (Qwen3), and open one in
 # the generation prompt (Qwen3-Thinking, DeepSeek-R1). Neither is part of the row's text.
@@ -50,6 +64,8 @@ class Record(NamedTuple):
     tokens: tuple[list[int], list[bool]] | None = None  # ids, and which are labels
     context: frozenset[int] = frozenset()  # message numbers of the prompt, never learnt
     marks: dict[int, bool] = {}  # message number -> learn it, by its weight, train or loss_mask
+    chat_template_kwargs: dict = {}  # variables of the chat template, for this row
+    is_rendered: bool = False  # the prompt is text as the chat template writes it
 
 
 class Sample(NamedTuple):
@@ -68,6 +84,7 @@ class Rendered(NamedTuple):
     record: Record
     text: str
     encoding: Encoding
+    borders: tuple[int, ...] = ()  # characters between which the text was tokenised apart
 
 
 def assistant(message: dict) -> bool:
@@ -85,30 +102,38 @@ def plain(messages: list[dict], eos: str) -> str:
     return "\n".join(turn for turn in turns if turn)
 
 
-def spans_of(chat: Rendered, turn: int, marks: np.ndarray | None) -> list[tuple[int, int]]:
-    """(first token, last token) of each learnt part of a turn. Raises NotLearnt. marks: the
-    template's, bool [tokens], or None; they may begin with the words that ask for the answer, and
-    end before the stop token."""
-    codec, text, encoding = chat.codec, chat.text, chat.encoding
-    start = _start(chat, turn)
+def spans_of(
+    chat: Rendered, turn: int, marks: np.ndarray | None, remarks: set[str]
+) -> tuple[Rendered, list[tuple[int, int]]]:
+    """(the conversation, (first token, last token) of each learnt part of a turn). The conversation
+    has one more border between tokens if the generation prompt ends inside one. Adds to `remarks`.
+    Raises NotLearnt. marks: the template's, bool [tokens], or None; they may begin with the words
+    that ask for the answer, and end before the stop token."""
+    codec, text = chat.codec, chat.text
+    begin, start = _start(chat, turn, remarks)
+    opened = start > begin
     try:
-        start, stop = _characters(chat, turn, start)
+        start, stop = _characters(chat, turn, begin, start, remarks)
     except NotLearnt:
         if marks is None:
             raise
-        first = encoding.char_to_token(_not_space(text, start)) or 0
+        first = chat.encoding.char_to_token(_not_space(text, start)) or 0
         marked = first + np.flatnonzero(marks[first:])
-        at = encoding.token_to_chars(int(marked[0]))[0] if len(marked) else len(text)
+        at = chat.encoding.token_to_chars(int(marked[0]))[0] if len(marked) else len(text)
         if codec.ends.search(text, start, at):
             raise NotLearnt(UNMARKED) from None
-        start, stop = _characters(chat, turn, at)  # the template may not ask for the answer
+        # the template may not ask for the answer
+        start, stop = _characters(chat, turn, at, at, remarks)
+    if opened and marks is None and not _token_begins(chat.encoding, start):
+        chat = _split(chat, start)
+    encoding = chat.encoding
     first, last = encoding.char_to_token(start), encoding.char_to_token(stop)
-    if first is None or encoding.token_to_chars(first)[0] != start:
+    if not _token_begins(encoding, start):
         raise NotLearnt(STRADDLED)
     if last is None or encoding.ids[last] not in codec.special_ids:
         raise NotLearnt(UNSTOPPED)
     if marks is None:
-        return [(first, last)]
+        return chat, [(first, last)]
     if codec.learn_reasoning:
         ends = [m.end() for m in codec.ends.finditer(text, 0, start)]
         first = encoding.char_to_token(_not_space(text, ends[-1])) if ends else 0
@@ -116,64 +141,105 @@ def spans_of(chat: Rendered, turn: int, marks: np.ndarray | None) -> list[tuple[
     edges = np.flatnonzero(np.diff(marked, prepend=False, append=False))
     if not len(edges):
         raise NotLearnt(UNMARKED)
-    return [(first + int(a), first + int(b) - 1) for a, b in edges.reshape(-1, 2)]
+    return chat, [(first + int(a), first + int(b) - 1) for a, b in edges.reshape(-1, 2)]
 
 
-def _characters(chat: Rendered, turn: int, start: int) -> tuple[int, int]:
-    """Where the learnt text and the stop token of a turn begin, whose rendered text begins at
-    `start`: the first stop token behind all of the turn's parts. Raises NotLearnt."""
-    codec, record, text, _ = chat
+def _token_begins(encoding: Encoding, at: int) -> bool:
+    """Whether a token begins at this character."""
+    token = encoding.char_to_token(at)
+    return token is not None and encoding.token_to_chars(token)[0] == at
+
+
+def _split(chat: Rendered, border: int) -> Rendered:
+    """The conversation with what the model writes tokenised apart from its prompt. A server's
+    prompt ends at this character, so the model never sees a token that reaches beyond it: in
+    Qwen3.5 the prompt ends with "<think>" and one line break, an empty block goes on with another,
+    and both are one token."""
+    borders = (*chat.borders, border)
+    pieces = [chat.text[a:b] for a, b in itertools.pairwise((0, *borders, len(chat.text)))]
+    parts = [chat.codec.backend.encode(piece, add_special_tokens=False) for piece in pieces]
+    if any(part.tokens[0].startswith("\u2581") for part in parts[1:]):
+        return chat  # this tokenizer puts a space before any text
+    encoding = Encoding.merge(parts, growing_offsets=True)
+    return chat._replace(encoding=encoding, borders=borders)
+
+
+def _characters(
+    chat: Rendered, turn: int, begin: int, start: int, remarks: set[str]
+) -> tuple[int, int]:
+    """Where the learnt text and the stop token of a turn begin: the first stop token behind all of
+    the turn's parts. begin, start: see _start. Raises NotLearnt."""
+    codec, record, text = chat.codec, chat.record, chat.text
     message = record.messages[turn]
-    think = EMPTY_THINK.match(text, start)
-    if think and not EMPTY_THINK.match(message["content"]):
-        start = think.end()
+    if not codec.learn_reasoning:
+        message = _with_reasoning_apart(message, remarks)
     reasoning, answer = _reasoning_and_answer(message)
     forms, until = [message], text
     if not codec.learn_reasoning:  # the template may drop it
         forms.append(message | {"content": answer, "reasoning_content": None})
     if message.get("tool_calls"):  # what stands behind them may belong to the next turn
         until = codec.try_render(record.messages[: turn + 1], record) or ""
-    for stop in codec.ends.finditer(text, start):
-        if stop.start() - start < len(answer):
+    for stop in codec.ends.finditer(text, begin):
+        if stop.start() - begin < len(answer):
             continue
-        places = [_answer_in(text[start : stop.start()], form) for form in forms]
+        places = [_answer_in(text[begin : stop.start()], form) for form in forms]
         if (place := next((at for at in places if at is not None), None)) is None:
             continue
-        if text[start : stop.start() if codec.closings else stop.end()] not in until:
+        if text[begin : stop.start() if codec.closings else stop.end()] not in until:
             break
-        if codec.ends.search(text, start, stop.start()):
+        if codec.ends.search(text, begin, stop.start()):
             raise NotLearnt(ENDS_INSIDE)
         if not codec.learn_reasoning:
-            start += place
+            if text[start : begin + place].strip():  # else the prompt ends where the answer begins
+                start = begin + place
             if not text[start : stop.start()].strip():
                 raise NotLearnt(EMPTY_TURN)
+            if reasoning:
+                remarks.add(WITH_REASONING)
         return start, stop.start()
-    content, at = message["content"].strip(), _not_space(text, start)
+    content, at = message["content"].strip(), _not_space(text, begin)
     at = _not_space(text, at + len(content)) if text.startswith(content, at) else 0
     ended = at == len(text) or codec.specials.match(text, at) and not codec.ends.match(text, at)
     if content and at and ended and not message.get("tool_calls"):
         raise NotLearnt(UNSTOPPED)
-    end = codec.ends.search(text, start)
-    body = text[start : end.start()] if end else ""
-    dropped = reasoning and answer in body and "</think>" not in body
-    raise NotLearnt(NO_REASONING if dropped else REWRITTEN)
+    end = codec.ends.search(text, begin)
+    body = text[begin : end.start()] if end else ""
+    if reasoning and answer in body and "</think>" not in body:
+        raise NotLearnt(codec.why_no_reasoning(record, text, reasoning))
+    raise NotLearnt(REWRITTEN)
 
 
-def _start(chat: Rendered, turn: int) -> int:
-    """Where a turn's text begins: behind the text that the model is given to answer, or behind that
-    text's last words before the turn, since templates may write earlier turns otherwise (Qwen3's
-    reasoning, Mistral's tools). Raises NotLearnt."""
-    codec, record, text, _ = chat
+def _start(chat: Rendered, turn: int, remarks: set[str]) -> tuple[int, int]:
+    """(where a turn's text begins, where the model begins to write it). The two differ if the text
+    that the model is given to answer opens a block of reasoning, or holds an empty one. Templates
+    may write earlier turns otherwise (Qwen3's reasoning, Mistral's tools): then it begins behind
+    that text's last words before the turn. Raises NotLearnt."""
+    codec, record, text = chat.codec, chat.record, chat.text
     before = record.messages[:turn]
+    if record.is_rendered:
+        return (len(before[-1]["content"]),) * 2
     if not codec.template:
         if not before:
             raise NotLearnt(NO_PROMPT)
         head = plain(before, codec.tokenizer.eos_token)
-        return len(head) + bool(head)
+        return (len(head) + bool(head),) * 2
     head = codec.try_render(before, record, add_generation_prompt=True)
     if head is None:  # few templates take no messages at all
         raise NotLearnt(REFUSED if turn else NO_PROMPT)
-    head = THINK_PROMPT.sub("", head)
+    bare = THINK_PROMPT.sub("", head)
+    block = head[len(bare) :]
+    begin = _begin(chat, turn, bare)
+    if text.startswith(block, begin):
+        return begin, begin + len(block)
+    if codec.learn_reasoning or not text.startswith("<think>", begin):
+        remarks.add(UNOPENED)  # else it has reasoning, see WITH_REASONING
+    return begin, begin
+
+
+def _begin(chat: Rendered, turn: int, head: str) -> int:
+    """See _start. head: the text that the model is given, without a block of reasoning."""
+    codec, record, text = chat.codec, chat.record, chat.text
+    before = record.messages[:turn]
     if text.startswith(head):
         again = turn and assistant(before[-1])  # two turns in a row
         if again and re.search(rf"(?:{codec.ends.pattern})\s*$", head):
@@ -194,6 +260,21 @@ def _start(chat: Rendered, turn: int) -> int:
                 break
             return at + len(words)
     raise NotLearnt(REWRITTEN)
+
+
+def _with_reasoning_apart(message: dict, remarks: set[str]) -> dict:
+    """The message with its reasoning out of its content, also where only the tag that closes it is
+    there: a prompt may hold the other. Raises NotLearnt if nothing closes it."""
+    content = message["content"].strip()
+    if "</think>" not in content:
+        if content.startswith("<think>"):
+            raise NotLearnt(UNCLOSED)
+        return message
+    if (message.get("reasoning_content") or "").strip() or REASONING.match(content):
+        return message
+    remarks.add(ONLY_CLOSED)
+    reasoning, _, answer = content.partition("</think>")
+    return message | {"reasoning_content": reasoning, "content": answer}
 
 
 def _not_space(text: str, at: int) -> int:

@@ -11,7 +11,14 @@ from typing import Literal
 
 from llm_demo.core.errors import UserError
 from llm_demo.job.files import ROOT
-from llm_demo.job.parsing import flag, parser_of, refuse_unknown, shown, value_of
+from llm_demo.job.parsing import (
+    flag,
+    parser_of,
+    refuse_unknown,
+    shown,
+    template_variables,
+    value_of,
+)
 from llm_demo.job.text import counted
 
 MAX_STEPS = 99_999_999  # the names of checkpoints have eight digits
@@ -87,7 +94,12 @@ class DataArgs:
     overlong: Literal["truncate", "split", "drop"] = flag("truncate", "Documents over --seq_len.")
     train_on_prompt: bool = flag(False, "Train on every token, not only on the assistant's.")
     learn_turns: Literal["all", "last"] = flag("all", "Assistant turns to train on.")
-    learn_reasoning: bool = flag(True, "Train on reasoning too, not only on answers.")
+    learn_reasoning: bool = flag(
+        True, "Train on reasoning too. false: only on answers, asked for without reasoning."
+    )
+    chat_template_kwargs: str | None = flag(
+        None, "Variables of the chat template, such as '{\"preserve_thinking\": true}'."
+    )
 
     @staticmethod
     def check(args) -> None:
@@ -106,6 +118,7 @@ class DataArgs:
             raise UserError(f"--learn_turns last and --train_on_prompt {clash}")
         if args.train_on_prompt and not args.learn_reasoning:
             raise UserError(f"--no_learn_reasoning and --train_on_prompt {clash}")
+        template_variables(args.chat_template_kwargs, "--chat_template_kwargs")
 
 
 @dataclasses.dataclass

@@ -36,6 +36,7 @@ from llm_demo.job.source import (
     load_tokenizer,
     refuse_adapter,
     same_ids,
+    set_variables,
 )
 from llm_demo.job.text import counted, short, words_of
 from llm_demo.job.weights_files import Weights, open_weights
@@ -77,6 +78,8 @@ def find_source(args: Args, world: World, seq_len: int, say: Callable) -> Source
         config.max_position_embeddings = seq_len
         say(f"positions: up to {seq_len} instead of {limit}, since the weights are random")
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or str(folder), args.chat_template)
+    for line in set_variables(tokenizer, args.chat_template_kwargs, args.learn_reasoning):
+        say(line)
     if len(tokenizer) > config.vocab_size:
         raise UserError(
             f"the tokenizer has {len(tokenizer)} tokens, more than the model's {config.vocab_size}"

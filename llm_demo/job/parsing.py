@@ -16,8 +16,14 @@ import typing
 from pathlib import Path
 
 from llm_demo.core.errors import UserError
-from llm_demo.job.files import ROOT
+from llm_demo.job.files import DECODER, ROOT
 
+# What rendering a conversation sets itself: parameters of transformers' apply_chat_template.
+NOT_VARIABLES = set(
+    "self kwargs messages conversation tools documents chat_template add_generation_prompt "
+    "continue_final_message tokenize sanitize_control_tokens padding truncation max_length "
+    "return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
+)
 MAX_INT = 2**31 - 1  # upper bound of whole numbers without at_most
 TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
 OF_OTHER_TRAINERS = {  # our flag: their names of it, unless they are spelt alike
@@ -262,3 +268,19 @@ def regex(text: str) -> str:
     except re.error as e:
         raise argparse.ArgumentTypeError(f"{text}: not a regular expression ({e})") from None
     return text
+
+
+def template_variables(value, where: str) -> dict:
+    """Variables for a chat template, from a JSON object or its text; {} if there are none. null is
+    the same as no key. where: the flag or key that holds them. Raises UserError."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = DECODER.decode(value)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{where} {value[:80]}: no JSON object: {error}") from None
+    if not isinstance(value or {}, dict):
+        raise UserError(f'{where} must be a JSON object, such as {{"enable_thinking": false}}')
+    for name in value or {}:
+        if not name.isidentifier() or name in NOT_VARIABLES or name.endswith("_token"):
+            raise UserError(f"{where}: {name[:80]!r} is no variable that can be set here")
+    return {name: content for name, content in (value or {}).items() if content is not None}

@@ -40,7 +40,10 @@ WITHOUT_EFFECT = re.compile(
     "_.*|.*_token_id|.*dtype|architectures|auto_map|id2label|label2id|max_position_embeddings"
     "|transformers_version|use_cache"
 )
-DATA_FLAGS = ("data_format", "input_key", "target_key", "learn_turns", "learn_reasoning")
+DATA_FLAGS = (
+    "data_format", "input_key", "target_key", "learn_turns", "learn_reasoning",
+    "chat_template_kwargs",
+)  # fmt: skip
 LOADED = "dry run: the model is loaded; trying a forward pass"
 
 

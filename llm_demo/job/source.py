@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from llm_demo.core.attention import rope_type
 from llm_demo.core.errors import UserError
+from llm_demo.data.labels import closes_reasoning, has_variable, writes_empty_blocks
 from llm_demo.data.sources import LFS
 from llm_demo.job.families import (
     ANY_LENGTH,
@@ -23,6 +24,7 @@ from llm_demo.job.families import (
     position_limit,
     problems_of,
 )
+from llm_demo.job.parsing import template_variables
 from llm_demo.job.process import regular
 from llm_demo.job.text import words_of
 from llm_demo.job.weights_files import open_weights, refuse_deepspeed
@@ -219,6 +221,54 @@ def same_ids(file: Tokenizer, tokenizer) -> bool:
         backend.encode(text, add_special_tokens=False).ids
         == file.encode(text, add_special_tokens=False).ids
     )
+
+
+def set_variables(tokenizer, text: str | None, learn_reasoning: bool = True) -> list[str]:
+    """Set variables of the chat template, a JSON object as text. The template then begins with them
+    as defaults, so whatever renders it has them: labels, samples, an export and its server.
+
+    learn_reasoning False: also the variable that asks for an answer without reasoning, if the
+    template has one. Returns lines for the log. Raises UserError for a variable that the template
+    does not have."""
+    flag, templates = "--chat_template_kwargs", tokenizer.chat_template
+    variables = template_variables(text, flag)
+    named = templates if isinstance(templates, dict) else {"": templates or ""}
+    for name in variables:
+        if not any(has_variable(template, name) for template in named.values()):
+            raise UserError(f"{flag}: the chat template has no variable {name!r}: remove it")
+    lines = [f"chat template: {name} is {as_jinja(value)}" for name, value in variables.items()]
+    if not learn_reasoning and templates:
+        added = closes_reasoning(tokenizer, variables)
+        if added is None and writes_empty_blocks(tokenizer):
+            lines.append(
+                "chat template: it writes an empty <think> block before answers without reasoning, "
+                "but has no variable that puts the block into the prompt, so the model is asked "
+                "otherwise than it is trained: set a template that has one with --chat_template"
+            )
+        for name, value in (added or {}).items():
+            lines.append(
+                f"chat template: {name} is {as_jinja(value)} (--learn_reasoning false): its prompt "
+                "asks for an answer without reasoning"
+            )
+            variables[name] = value
+    if variables:
+        defaults = "".join(
+            f"{{% if {name} is not defined %}}{{% set {name} = {as_jinja(value)} %}}{{% endif %}}\n"
+            for name, value in variables.items()
+        )
+        changed = {name: defaults + template for name, template in named.items()}
+        tokenizer.chat_template = changed if isinstance(templates, dict) else changed[""]
+    return lines
+
+
+def as_jinja(value) -> str:
+    """A JSON value as Jinja writes it."""
+    if isinstance(value, dict):
+        pairs = (f"{as_jinja(key)}: {as_jinja(content)}" for key, content in value.items())
+        return "{" + ", ".join(pairs) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(as_jinja, value)) + "]"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def fix_date(tokenizer, day: str) -> bool:

@@ -1,0 +1,81 @@
+"""What a run measures is what it serves: held-out answers, chat and transformers agree."""
+
+import json
+import subprocess
+
+import pytest
+import torch
+from conftest import LAUNCHERS, environment, python, run
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from llm_demo.data.labels import stop_tokens
+
+NO_THINKING = "enable_thinking is defined and enable_thinking is false"
+BLOCK = "<think>\n\n</think>\n\n"
+# Like Qwen3: an answer without reasoning gets an empty block, and so does a prompt on request.
+QWEN3 = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ m.content + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|im_start|>assistant\n' }}"
+    "{% if " + NO_THINKING + " %}{{ '<think>\n\n</think>\n\n' }}ELSE{% endif %}{% endif %}"
+)
+QWEN35 = QWEN3.replace("ELSE", "{% else %}{{ '<think>\n' }}")  # the prompt opens the block
+QWEN3 = QWEN3.replace("ELSE", "")
+WORDS = ("red", "blue", "green", "white", "black", "brown", "pink", "grey")
+THINGS = ("a rose", "the sea", "grass", "snow", "coal", "a tree", "a pig", "a stone")
+QUESTIONS = [f"What colour is {thing}?" for thing in THINGS]
+ANSWERS = [f"It is {word}." for word in WORDS]
+
+
+@pytest.mark.parametrize(
+    "template, learn_reasoning, asked",
+    [(QWEN3, "true", ""), (QWEN3, "false", BLOCK), (QWEN35, "true", "<think>\n")],
+)
+def test_answers_are_those_that_were_measured(template, learn_reasoning, asked, tmp_path):
+    rows = zip(QUESTIONS, ANSWERS, strict=True)
+    lines = [json.dumps({"question": q, "answer": a}) for q, a in rows]
+    (tmp_path / "x.jsonl").write_text("\n".join(lines))
+    (tmp_path / "qwen.jinja").write_text(template)
+    flags = (
+        "--train_json x.jsonl --eval_json x.jsonl --chat_template qwen.jinja --output_dir run "
+        "--seq_len 64 --max_steps 40 --lr 5e-3 --micro_batch_size 4 --grad_accum_steps 1 "
+        f"--no_pack_sequences --export fp32 --learn_reasoning {learn_reasoning}"
+    )
+    env = {"PYTHON": python(), "NPROC_PER_NODE": "1"}
+    done = run(["bash", LAUNCHERS["fsdp"], *flags.split()], cwd=tmp_path, **env)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["eval_exact"]["40"] == 1
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/hf")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run/hf", dtype=torch.float32)
+    for question, answer in zip(QUESTIONS, ANSWERS, strict=True):
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}],
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+        length = prompt["input_ids"].shape[1]
+        text = tokenizer.decode(prompt["input_ids"][0])
+        assert text.endswith(f"<|im_start|>assistant\n{asked}")
+        told = model.generate(
+            **prompt, do_sample=False, max_new_tokens=30, eos_token_id=stop_tokens(tokenizer)
+        )
+        told = tokenizer.decode(told[0, length:])
+        assert asked + told == f"{BLOCK}{answer}<|im_end|>"
+
+    said = subprocess.run(
+        [python(), "-m", "llm_demo.chat", "run"],
+        input="\n".join(QUESTIONS),
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert said.stdout.splitlines() == ANSWERS, said.stderr
+
+    command = [python(), "-m", "llm_demo.evaluate", "--models", "run/hf", "--data", "x.jsonl"]
+    told = run([*command, "--seq_len", "64"], cwd=tmp_path)
+    assert "| 100.0% |" in told.stdout, told.stderr
