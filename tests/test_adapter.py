@@ -8,13 +8,14 @@ import pytest
 import test_moe as moe
 import test_parity as parity
 import torch
-from conftest import assert_same_tensors, refused, train_cases
+from conftest import ROOT, assert_same_tensors, refused, smaller_model, train_cases
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_lora import RANK, at, by_our_names, last_loss, loss_of, ours, run_flags
 from test_parity import assert_equal, plain_loop, train
+from test_plan import alone  # noqa: F401
 from tiny_tokenizer import packs_of
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from fsdp.flags import GROUPS
 from llm_demo.job.adapter_folder import BASE, BITS, open_adapter
@@ -264,3 +265,40 @@ def test_flags_are_set_to_what_the_adapter_says(work):
     for given in ("lora_rank 0", "lora_rank 8", "lora_alpha 32", "lora_alpha 5"):
         with refused(f"--{given} contradicts --adapter"):
             parse_args("", *GROUPS, argv=["--adapter", folder, *f"--{given}".split()])
+
+
+ZERO = "whose row of {} holds 0 only: it was never trained, and adapters do not train it"
+BESIDE = "whose row of {} equals that of the token beside it: it was"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+ENDS = {  # a model's rows of <|im_end|>: (tied, {matrix: values}, what is said)
+    "trained": (True, {}, None),
+    "zero": (True, {EMBEDDING: 0}, ZERO.format(EMBEDDING)),
+    "one number": (True, {EMBEDDING: 0.5}, ZERO.format(EMBEDDING).replace("holds 0", "holds 0.5")),
+    "beside": (True, {EMBEDDING: "beside"}, BESIDE.format(EMBEDDING)),
+    "own head": (False, {HEAD: 0}, ZERO.format(HEAD)),
+    "own head, beside": (False, {HEAD: "beside"}, BESIDE.format(HEAD)),
+    "context": (False, {EMBEDDING: 0}, ZERO.format(EMBEDDING)),
+    "padding": (False, {EMBEDDING: 0, "pad": True}, None),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_an_end_of_answers_that_was_never_trained_is_named(case, tmp_path, alone, capsys):  # noqa: F811
+    tied, rows, said = ENDS[case]
+    folder = smaller_model(tmp_path / "model", num_hidden_layers=1, tie_word_embeddings=tied)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    end, beside = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|im_start|>"])
+    config = AutoConfig.from_pretrained(folder)
+    config.pad_token_id = end if rows.pop("pad", False) else 0
+    model = AutoModelForCausalLM.from_config(config)
+    for name, value in rows.items():
+        matrix = model.get_parameter(name).data
+        matrix[end] = matrix[beside] if value == "beside" else value
+    model.save_pretrained(folder)
+    flags = ["--model_name_or_path", folder, "--lora_rank", "4", "--estimate", "--seq_len", "64"]
+    alone(*flags, "--train_json", ROOT / "data/first_run.jsonl", "--eval_json", "none")
+    warned = [x for x in capsys.readouterr().out.splitlines() if "never trained" in x]
+    assert len(warned) == (said is not None), warned
+    if said:
+        assert f"warning: answers end with <|im_end|>, {said}" in warned[0]
+        assert "Train the whole model, or start from its chat version" in warned[0]

@@ -14,6 +14,7 @@ from llm_demo.core.experts import FUSED, fused
 from llm_demo.core.four_bits import BLOCK, row_bytes
 from llm_demo.core.lora import Lora, matrices_of, target_of
 from llm_demo.core.mesh import World
+from llm_demo.data.labels import stop_tokens
 from llm_demo.job.adapter_folder import Adapter, ending, open_adapter
 from llm_demo.job.costs import experts_of, parameters_of
 from llm_demo.job.device import drawn_on
@@ -22,6 +23,7 @@ from llm_demo.job.text import short
 from llm_demo.job.weights_files import TEXT, Weights, base_digest, identity_of
 
 ALL = "all-linear"  # of --lora_targets; PEFT's name for it
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 MODULE = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")  # of a factor, in PEFT's files
 
 
@@ -49,7 +51,38 @@ def decide_lora(args, world: World, source, dtype: str) -> tuple[Lora | None, li
         f"block: {short(lora.parameters)} parameters in fp32, {share:.2%} of the model's, which is "
         f"frozen in {dtype}"
     )
-    return lora, [line, *lines]
+    return lora, [line, *lines, *untrained_ends(source)]
+
+
+def untrained_ends(source) -> list[str]:
+    """Warnings of tokens that end an answer, but whose row of the head or the embedding was never
+    trained: adapters leave these as they are. source: a model_folder.Source."""
+    lines, weights, config = [], source.weights, source.config
+    for token in stop_tokens(source.tokenizer) if weights else ():
+        for name in (HEAD, EMBEDDING):
+            # of a padding token it has zeros, and only the head has to find it
+            padding = token == getattr(config, "pad_token_id", None)
+            padding &= not config.tie_word_embeddings
+            if name not in weights.shapes or name == EMBEDDING and padding:
+                continue
+            first = max(0, token - 1)
+            rows = weights.read(name, (slice(first, token + 2),))
+            row = rows[token - first]
+            if row.min() == row.max():
+                how = f"holds {row[0]:g} only"
+            elif (rows == row).all(1).sum() > 1:
+                how = "equals that of the token beside it"
+            else:
+                continue
+            text = source.tokenizer.convert_ids_to_tokens(token)
+            lines.append(
+                f"warning: answers end with {text}, whose row of {name} {how}: it was never "
+                "trained, and adapters do not train it, so the model may not end its answers. "
+                "Train the whole model, or start from its chat version, or set a --chat_template "
+                "that ends answers with a trained token"
+            )
+            break
+    return lines
 
 
 def matrices_in(config) -> dict[str, tuple]:
