@@ -13,8 +13,8 @@ from conftest import ROOT, refused
 from tiny_tokenizer import first, golden, make_tokenizer, packs_of, skipped, write
 
 from llm_demo.core.errors import UserError
-from llm_demo.data import reading
-from llm_demo.data.reading import check_rows
+from llm_demo.data import bad_rows
+from llm_demo.data.check import check_rows
 from llm_demo.job.args import DataArgs
 from llm_demo.job.plan import load_data
 
@@ -126,7 +126,7 @@ def test_reasons_are_few(tmp_path, monkeypatch):
     counts = skipped(load(path, skip_bad_rows=True))
     assert counts["bad row: messages[…] must be text, not null"] == 5 and len(counts) == 51
     assert counts["bad row: for other reasons"] == 70 - 49
-    monkeypatch.setattr(reading, "MOST", 60)
+    monkeypatch.setattr(bad_rows, "MOST", 60)
     assert message_of(path).startswith(f"at least 60 bad rows, the first 10: {path}:1: messages[0]")
 
 
@@ -193,6 +193,6 @@ def test_a_check_before_ranks_start_is_short(tmp_path):
     check_rows([array, "openai/gsm8k:test"], DataArgs(), most=10)
     with refused(f"{array}, row 2: no 'prompt'"):
         check_rows([array], DataArgs())
-    code = "import sys, llm_demo.data.reading; print({'torch', 'transformers'} & {*sys.modules})"
+    code = "import sys, llm_demo.data.check; print({'torch', 'transformers'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "set()\n", done.stderr

@@ -19,10 +19,10 @@ import numpy as np
 
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import Packs
+from llm_demo.data.bad_rows import Bad, BadRows
 from llm_demo.data.labels import Codec, arguments_as_text, encode
-from llm_demo.data.reading import BadRows, open_rows
-from llm_demo.data.records import ARGUMENTS, EMPTY, REAL, TOOLS, RowFormat, keys_of
-from llm_demo.data.sources import Bad, hub_parts, place_of
+from llm_demo.data.records import ARGUMENTS, EMPTY, REAL, TOOLS, RowFormat, keys_of, open_rows
+from llm_demo.data.sources import hub_parts, place_of, read_rows
 from llm_demo.data.turns import REMARKS, Record, Sample, assistant
 from llm_demo.job.cache import verified
 from llm_demo.job.text import counted, progress
@@ -222,7 +222,8 @@ def _tokenise(
     bad = BadRows(flags.skip_bad_rows is False)
     with progress(what="tokenising", total=size, unit="B") as bar:
         for number, path in enumerate(files):
-            row_format, rows = open_rows(path, flags, bad, marks, bar)
+            rows, place = read_rows(path, bar, keep_bad=True), f"{path}{place_of(path)}"
+            row_format, rows = open_rows(rows, place, flags, bad, marks)
             file, turn_keys = File(path, *row_format), Counter()
             stats.files.append(file)
             while chunk := list(itertools.islice(rows, ROWS_AT_A_TIME)):

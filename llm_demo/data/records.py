@@ -1,18 +1,20 @@
 """Turns rows of seven formats into records: conversations, text or token ids."""
 
 import contextlib
-import functools
 import itertools
 import json
 import re
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from llm_demo.core.errors import UserError
+from llm_demo.data.bad_rows import Bad, BadRows, Misread, reason_of
+from llm_demo.data.marks import MARKS, MASK, may_exclude, reads
 from llm_demo.data.turns import Record, assistant
 from llm_demo.job.files import DECODER
-from llm_demo.job.parsing import FALSE, TRUE, template_variables
+from llm_demo.job.parsing import template_variables
 
 # Keys of tokenised rows, each a list of 0 and 1: which tokens are real, which are learnt.
 REAL = "attention_mask"
@@ -52,19 +54,6 @@ NAMES = {
 }
 ROLES = {name: role for role, names in NAMES.items() for name in names.split()}
 ROLES |= dict.fromkeys(CALLS, "assistant")
-# Keys of a turn, by several trainers; 0 or false: not learnt.
-MARKS = (
-    "weight", "train", "training", "trainable", "loss", "loss_mask", "loss_scale", "step_loss_mask",
-)  # fmt: skip
-MASK = "mask"  # to some 0 means not learnt, to others 1 does
-# Words in a key's name: it may say what is learnt; it says so by what it excludes.
-MAY_MARK = re.compile(
-    "mask(s|ed|ing)?|loss(es)?|train(s|ed|ing|able)?|learn(s|ed|t|ing|able)?|weight(s|ed)?"
-    "|ignore[ds]?|skip(s|ped)?"
-)
-EXCLUDES = re.compile(
-    "masked|ignore[ds]?|skip(s|ped)?|no|not|non|dont|never|without|exclude[ds]?|drop(s|ped)?"
-)
 REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a turn, all for the first
 CONTENT = ("content", "value")
 ARGUMENTS = ("arguments", "parameters", "args", "input", "kwargs")  # of a call, likewise
@@ -74,12 +63,8 @@ ONLY_TEXT = "only text can be learnt: leave such rows out"
 CHOICES = {"choices", "options"}  # a question of several choices, which the answer may only number
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 ONE_TURN = "collect the turns of each conversation in one row, as a list under 'messages'"
+TRIED = 1000  # rows of which one must be in a known format
 EMPTY = (None, "", [], {})
-
-
-class Misread(UserError):
-    """Data that says what is learnt in a way that is not known. Such rows are never skipped: they
-    are not broken, and other rows of the file may mean the same."""
 
 
 class RowFormat(NamedTuple):
@@ -135,6 +120,68 @@ def to_record(row: dict, row_format: RowFormat, where: str, template: str | None
         return _to_record(row, row_format, template)
     except UserError as error:
         raise type(error)(f"{where}: {error}") from None
+
+
+def open_rows(
+    rows: Iterator, place: str, flags, bad: BadRows, template: str | None = None
+) -> tuple[RowFormat, Iterator[tuple[int, dict, Record | Bad]]]:
+    """(how a file is read, its rows: their number, as they are, as a record). Bad rows are left out
+    and counted in `bad`. With --skip_bad_rows they are kept: {} and the reason. Raises UserError if
+    there is no good row to tell the format, after so many bad rows that `bad` is full, and for a
+    file with nothing but bad rows.
+
+    rows: of read_rows, with keep_bad; place: what stands before their numbers; flags: a DataArgs;
+    template: as in `to_record`."""
+    row_format, begin = _detect(rows, place, flags)
+    rows = itertools.chain(begin, rows)
+    return row_format, _records(rows, place, row_format, flags, bad, template)
+
+
+def _detect(rows: Iterator, place: str, flags) -> tuple[RowFormat, list]:
+    """(how a file is read, the rows that were read for that): as its first row tells, or the first
+    one that is in a known format."""
+    begin, bad, unknown = [], BadRows(False), None
+    for n, row in itertools.islice(rows, TRIED):
+        begin.append((n, row))
+        where = f"{place}{n}"
+        if isinstance(row, Bad):
+            bad.add(UserError(f"{where}: {row}"))
+            continue
+        try:
+            row_format = detect_format(row, where, flags)
+        except UserError as error:
+            unknown = unknown or error
+            continue
+        if len(begin) > 1 and row_format.why == "first row":
+            row_format = row_format._replace(why=f"row {n}")
+        return row_format, begin
+    raise unknown or bad.error()
+
+
+def _records(
+    rows: Iterable, place: str, row_format: RowFormat, flags, bad: BadRows, template: str | None
+) -> Iterator[tuple[int, dict, Record | Bad]]:
+    skipped, good = BadRows(False), 0
+    for n, row in rows:
+        where = f"{place}{n}"
+        try:
+            if isinstance(row, Bad):
+                raise UserError(f"{where}: {row}")
+            record = to_record(row, row_format, where, template)
+        except UserError as error:
+            if flags.skip_bad_rows and not isinstance(error, Misread):
+                skipped.add(error)
+                yield n, {}, reason_of(str(error).removeprefix(f"{where}: "))
+                continue
+            bad.add(error)
+            if bad.full:
+                raise bad.error() from None
+            continue
+        good += 1
+        bad.good += 1
+        yield n, row, record
+    if skipped.count and not good:
+        raise skipped.error("no row of this file can be read: ")
 
 
 def keys_of(row: dict, row_format: RowFormat) -> tuple[list[str], list[str]]:
@@ -230,35 +277,6 @@ def _by_masks(messages: list[dict], marks: dict[int, bool]) -> dict[int, bool]:
         )
     one_is_learnt = learnt.pop()
     return {i: bool(value) == one_is_learnt for i, value in of_answers.items()}
-
-
-def may_exclude(key: str, value) -> bool:
-    """Whether a key that is not known may say that something is not learnt."""
-    excluding = _excluding(key)
-    if not excluding or value in EMPTY:
-        return False
-    if isinstance(value, (list, dict)):
-        return True  # of parts
-    if isinstance(value, str):
-        value = {**dict.fromkeys(TRUE, 1), **dict.fromkeys(FALSE, 0)}.get(value.lower())
-    return value in excluding
-
-
-@functools.lru_cache(maxsize=1000)
-def _excluding(key: str) -> tuple[int, ...]:
-    """The values of a key that may exclude something, by the words of its name."""
-    words = [word.lower() for word in re.findall("[A-Z]+(?![a-z])|[A-Z]?[a-z]+", key)]
-    if not any(map(MAY_MARK.fullmatch, words)):
-        return ()
-    if words[0] == MASK:
-        return (0, 1)
-    return (len([word for word in words if EXCLUDES.fullmatch(word)]) % 2,)  # "not masked": 0
-
-
-@functools.cache
-def _reads(template: str, key: str) -> bool:
-    """Whether a chat template reads a key, as message.key or message['key']."""
-    return re.search(rf"[.'\"]{re.escape(key)}\b", template) is not None
 
 
 def _pair(key: str, value) -> str:
@@ -393,7 +411,7 @@ def _refuse_marks(turn: dict, place: str, template: str | None) -> None:
         return
     for key, value in turn.items():
         known = key in (*MARKS, MASK) or key in TURN
-        if not known and may_exclude(key, value) and not _reads(template, key):
+        if not known and may_exclude(key, value) and not reads(template, key):
             raise Misread(
                 f"{place}: {_pair(key, value)} is not known, and may exclude the turn or a part of "
                 "it: remove the key, or mark turns that are not learnt with 'train' false"

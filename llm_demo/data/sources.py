@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from tqdm.utils import CallbackIOWrapper
 
 from llm_demo.core.errors import UserError
+from llm_demo.data.bad_rows import Bad
 from llm_demo.job.files import DECODER, digest
 from llm_demo.job.text import counted, words_of
 
@@ -48,10 +49,6 @@ OTHER_BOMS = {  # UTF-32's begins with UTF-16's
 NOT_UTF8 = re.compile("[\udc80-\udcff]")  # bytes that "surrogateescape" has kept
 BLANK = object()  # a line without a row
 MOST_WEIGHT = 1000  # of a file in a mixture
-
-
-class Bad(str):
-    """Why a row can't be read, in its place."""
 
 
 def find_files(

@@ -1,0 +1,62 @@
+"""Bad rows: what is wrong with each, and one error for all."""
+
+import re
+from dataclasses import dataclass, field
+
+from llm_demo.core.errors import UserError
+
+NAMED = 10  # bad rows in an error
+MOST = 1000  # bad rows after which reading ends
+OF_ONE_ROW = r" at column \d+|, keys: .*|(?<=must be a JSON object), not .*|(?<=twice): .*"
+
+
+class Bad(str):
+    """Why a row can't be read, in its place."""
+
+
+class Misread(UserError):
+    """Data that says what is learnt in a way that is not known. Such rows are never skipped: they
+    are not broken, and other rows of the file may mean the same."""
+
+
+@dataclass
+class BadRows:
+    """Bad rows of all files, for one error."""
+
+    may_skip: bool  # --skip_bad_rows would help
+    first: list[str] = field(default_factory=list)  # where they are and what is wrong
+    count: int = 0
+    good: int = 0  # other rows
+
+    def add(self, error: UserError) -> None:
+        self.count += 1
+        self.may_skip &= not isinstance(error, Misread)
+        if len(self.first) < NAMED:
+            self.first.append(str(error))
+
+    @property
+    def full(self) -> bool:
+        return self.count >= MOST
+
+    def error(self, about: str = "") -> UserError:
+        """about: what to say first."""
+        text = self.first[0]
+        if self.count > 1:
+            text = f"{self.count:,} bad rows"
+            text = f"at least {text}" if self.full else text
+            text += f", the first {NAMED}: " if self.count > NAMED else ": "
+            text += "; ".join(_cut(each, 200) for each in self.first)
+        cure = "; --skip_bad_rows skips bad rows" if self.may_skip and self.good else ""
+        return UserError(f"{about}{text}{cure}")
+
+
+def reason_of(error: str) -> Bad:
+    """What is wrong with a bad row, without what differs between rows, and without hints."""
+    text = re.sub(OF_ONE_ROW, "", _cut(error, 100))
+    return Bad(re.sub(r"\[\d+\]", "[…]", f"bad row: {text}"))
+
+
+def _cut(text: str, most: int) -> str:
+    """The text of an error without its hints, not all of a long one."""
+    text = text.partition("; ")[0]
+    return text if len(text) <= most else f"{text[:most]} …"
