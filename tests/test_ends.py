@@ -36,6 +36,8 @@ from llm_demo.core import errors
 from llm_demo.core.decoder import skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.job import choices, dist, process
+from llm_demo.job.log import Log
+from llm_demo.job.secrets import without_given_secrets
 from llm_demo.job.source import load_config
 
 TRAIN = "--seq_len 64 --micro_batch_size 1 --grad_accum_steps 2 --max_steps 5000 --log_every 1"
@@ -379,13 +381,19 @@ def test_what_is_printed_holds_no_login(monkeypatch):
     monkeypatch.setenv("A_PLACE", "redis://:hunter3@host?token=hunter4&n=1")
     known = f"{address} and redis://:hunter3@host?token=hunter4&n=1"
     shown = "https://***@host/rows and redis://***@host?token=***&n=1"
-    for said in (errors.printable(known), str(UserError(known))):
-        assert said == shown
-    assert errors.printable(data) == data
+    assert without_given_secrets(f"{known} {data}") == f"{shown} {data}"
+    log = Log.__new__(Log)
+    log.is_main, log.file, log.early = True, None, []
+    log.say(f"{known} {data}")
+    assert log.early == [f"{shown} {data}"]
     flags = ["--settings", f"TRAIN_JSON={address}", "--", ROOT / SCRIPTS["fsdp"], "--hub", address]
     done = run([sys.executable, "-m", "llm_demo.launch", *flags])
     assert done.returncode == 2 and "hunter" not in done.stdout + done.stderr
     assert "--train_json https://***@host/rows" in done.stdout.replace("'", "")
+    how = {"fresh": True, "MPLBACKEND": address}
+    done = run([sys.executable, "-m", "llm_demo.report", "run"], **how)
+    assert done.returncode == 2 and "https://***@host/rows" in done.stderr, done.stderr
+    assert "hunter" not in done.stderr
 
 
 OSC = "\x1b]0;title\x07 \x9b31m \u202eback"

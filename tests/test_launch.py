@@ -91,7 +91,7 @@ def repo(tmp_path):
     ours = ["__init__", "core/__init__", "core/errors", "core/mesh", "job/__init__", "job/text"]
     ours += [
         f"job/{name}"
-        for name in ("adapter_folder", "args", "device", "files", "parsing", "process")
+        for name in ("adapter_folder", "args", "device", "files", "parsing", "process", "secrets")
     ]
     ours += [f"launch/{name}" for name in ("__init__", "__main__", "nodes", "ranks", "settings")]
     for name in [*files, *(f"llm_demo/{name}.py" for name in ours)]:

@@ -21,10 +21,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import SimpleNamespace
 
-from llm_demo.core.errors import SECRET, UserError, without_secrets
+from llm_demo.core.errors import UserError
 from llm_demo.job.files import ROOT, write_json
 from llm_demo.job.parsing import MAX_INT
 from llm_demo.job.process import read_text, regular
+from llm_demo.job.secrets import SECRET, without_secrets
 from llm_demo.job.text import counted
 
 WARMUP = 2  # logged steps left out of the medians: allocator, kernels and caches warm up

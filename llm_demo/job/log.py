@@ -23,6 +23,7 @@ from llm_demo.job.folder import (
     take_folder,
 )
 from llm_demo.job.process import regular
+from llm_demo.job.secrets import without_given_secrets
 from llm_demo.job.text import counted, progress
 
 
@@ -51,7 +52,7 @@ class Log:
         """Print a line on rank 0 and write it to train.log. shown: what to print instead of it."""
         if not self.is_main:
             return
-        text = printable(text)
+        text = printable(without_given_secrets(text))
         if self.file is None:
             self.early.append(text)
         else:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from llm_demo.core.errors import UserError, printable
 from llm_demo.job.files import FULL, PART, disk_full, let_read
+from llm_demo.job.secrets import without_given_secrets
 
 PARENT = "LLM_DEMO_PARENT"  # in a child's environment: our pid, so that the child ends with us
 
@@ -137,7 +138,8 @@ class _Stream:
 
     def write(self, text):
         moves, encoding = MOVES.match(text)[0], getattr(self._stream, "encoding", None) or "utf-8"
-        text = printable(text[len(moves) :]).encode(encoding, "replace").decode(encoding)
+        text = printable(without_given_secrets(text[len(moves) :]))
+        text = text.encode(encoding, "replace").decode(encoding)
         return self._try(self._stream.write, moves + text)
 
     def flush(self):
@@ -200,7 +202,7 @@ def end_in_one_line(kind, error, trace) -> None:
         return sys.__excepthook__(kind, error, trace)
     if os.environ.get("RANK", "0") != "0":
         let_others_speak()
-    print(f"error: {reason}", file=sys.stderr)
+    print(f"error: {printable(without_given_secrets(reason))}", file=sys.stderr)
     sys.exit(2)
 
 
