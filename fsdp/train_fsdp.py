@@ -7,14 +7,19 @@ python fsdp/train_fsdp.py                                    one process: the pl
 
 import functools
 
-import llm_demo  # noqa: F401  first: it catches what imports refuse
+from fsdp.flags import GROUPS, sums_each
+from llm_demo.job.args import less_memory, parse_args
+from llm_demo.job.inputs import look
+from llm_demo.job.process import early
 
-# isort: split
+parse = functools.partial(parse_args, __doc__, *GROUPS)
+if __name__ == "__main__":  # before the slow imports
+    early(parse, look)
+
 import torch
 
 from fsdp import estimate
 from fsdp.build import build
-from fsdp.flags import GROUPS, sums_each
 from fsdp.lowrank import choose_low_rank
 from fsdp.sharding import (
     Layout,
@@ -38,13 +43,10 @@ from llm_demo.core.optim import (
     set_lr,
 )
 from llm_demo.core.rows import label_positions, micro_batches, real_tokens, to_device
-from llm_demo.job.args import less_memory, parse_args
 from llm_demo.job.device import DTYPES
 from llm_demo.job.dist import run as run_script
 from llm_demo.job.dist import start
 from llm_demo.job.run import Job, check_experts, run
-
-parse = functools.partial(parse_args, __doc__, *GROUPS)
 
 
 def main() -> None:

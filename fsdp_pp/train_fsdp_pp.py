@@ -9,9 +9,15 @@ import functools
 import os
 from typing import NamedTuple
 
-import llm_demo  # noqa: F401  first: it catches what imports refuse
+from fsdp_pp.flags import GROUPS
+from llm_demo.job.args import less_memory, parse_args
+from llm_demo.job.inputs import look
+from llm_demo.job.process import early
 
-# isort: split
+parse = functools.partial(parse_args, __doc__, *GROUPS)
+if __name__ == "__main__":  # before the slow imports
+    early(parse, look)
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,7 +26,6 @@ from fsdp.copy_engines import choose_copy_engines
 from fsdp.sharding import from_owners, not_optimized, set_sync, training_state
 from fsdp_pp import estimate, orders
 from fsdp_pp.build import TiedEnds, build, tied_group
-from fsdp_pp.flags import GROUPS
 from fsdp_pp.transfers import Links, receive_early
 from llm_demo import estimate as memory
 from llm_demo.core.attention import make_documents
@@ -37,15 +42,13 @@ from llm_demo.core.optim import (
     set_lr,
 )
 from llm_demo.core.rows import Part, heldout_rows, label_positions, micro_batches, to_device
-from llm_demo.job.args import Args, less_memory, parse_args
+from llm_demo.job.args import Args, parse_args
 from llm_demo.job.costs import refuse_shares
 from llm_demo.job.device import DTYPES
 from llm_demo.job.dist import run as run_script
 from llm_demo.job.dist import start
 from llm_demo.job.run import Job, check_experts, run
 from pp.cut import plan_and_cut
-
-parse = functools.partial(parse_args, __doc__, *GROUPS)
 
 
 def main() -> None:

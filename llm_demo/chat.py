@@ -12,28 +12,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
-from transformers import TextStreamer
-
 from llm_demo.core.errors import UserError
-from llm_demo.data.labels import stop_tokens
-from llm_demo.data.turns import REFUSALS
-from llm_demo.export import ALONE, export, export_of
-from llm_demo.job.adapter_folder import open_adapter
-from llm_demo.job.adapters import add_adapter, start_of
-from llm_demo.job.checkpoint_files import checked_facts, find_checkpoint
-from llm_demo.job.device import DTYPES, pick_dtype, this_device
-from llm_demo.job.dist import run
-from llm_demo.job.families import position_limit
-from llm_demo.job.folder import published
-from llm_demo.job.model_folder import load_model, open_model
-from llm_demo.job.parsing import PlainParser, path_of, whole
-from llm_demo.job.source import find_model, load_tokenizer, set_variables
-from llm_demo.job.text import words_of
-
-# An empty block of reasoning. A prompt may have opened it.
-EMPTY_BLOCKS = ("<think></think>", "</think>")
-EMPTY_BLOCK = re.compile(r"^\s*(<think>)?\s*</think>\s*")
+from llm_demo.job.args import TrainArgs
+from llm_demo.job.inputs import find_here, refuse_absent
+from llm_demo.job.parsing import PlainParser, choices, path_of, whole
+from llm_demo.job.process import early
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -45,12 +28,47 @@ def make_parser() -> argparse.ArgumentParser:
     add("--chat_template", help="file with a Jinja chat template; default: the model's own")
     add("--chat_template_kwargs", help="variables of the chat template, a JSON object")
     add("--max_new_tokens", type=whole(1), default=512, help="maximum length of an answer")
-    add("--dtype", choices=("auto", *DTYPES), default="auto", help="dtype of the model")
+    add("--dtype", choices=choices(TrainArgs, "dtype"), default="auto", help="dtype of the model")
     return parser
+
+
+def check(args) -> None:
+    """Raise UserError for files that are missing."""
+    given = path_of(args.model)
+    known = ("cmd.sh", "adapter_config.json")  # of a run, and of an adapter
+    if not any((given / name).is_file() for name in known):
+        find_here(args.model)
+    refuse_absent("--chat_template", args.chat_template)
+
+
+if __name__ == "__main__":  # before the slow imports
+    early(lambda: make_parser().parse_args(), check)
+
+import torch
+from transformers import TextStreamer
+
+from llm_demo.data.labels import stop_tokens
+from llm_demo.data.turns import REFUSALS
+from llm_demo.export import ALONE, export, export_of
+from llm_demo.job.adapter_folder import open_adapter
+from llm_demo.job.adapters import add_adapter, start_of
+from llm_demo.job.checkpoint_files import checked_facts, find_checkpoint
+from llm_demo.job.device import pick_dtype, this_device
+from llm_demo.job.dist import run
+from llm_demo.job.families import position_limit
+from llm_demo.job.folder import published
+from llm_demo.job.model_folder import load_model, open_model
+from llm_demo.job.source import find_model, load_tokenizer, set_variables
+from llm_demo.job.text import words_of
+
+# An empty block of reasoning. A prompt may have opened it.
+EMPTY_BLOCKS = ("<think></think>", "</think>")
+EMPTY_BLOCK = re.compile(r"^\s*(<think>)?\s*</think>\s*")
 
 
 def main() -> None:
     args = make_parser().parse_args()
+    check(args)
     with tempfile.TemporaryDirectory() as work:
         model, tokenizer = load(args, Path(work))
     talk = sys.stdin.isatty()

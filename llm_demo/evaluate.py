@@ -14,26 +14,93 @@ import time
 from datetime import date
 from pathlib import Path
 
+from llm_demo.core.errors import UserError, printable
+from llm_demo.data.sources import find_files
+from llm_demo.job.args import DataArgs, TrainArgs
+from llm_demo.job.folder import refuse_inside_checkpoints, refuse_unwritable
+from llm_demo.job.inputs import find_here
+from llm_demo.job.parsing import PlainParser, choices, path_of, regex, whole
+from llm_demo.job.process import early
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = PlainParser(prog="python -m llm_demo.evaluate", description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("--models", nargs="+", required=True, help="folders or hub ids, the base first")
+    add("--data", required=True, help="files, folders, globs or hub splits, as in training")
+    add("--seq_len", type=whole(1), help="longer documents are truncated; default: the smallest "
+        "max_position_embeddings of the models")  # fmt: skip
+    add("--data_format", choices=choices(DataArgs, "data_format"), default="auto",
+        help="this and the next six: see the flags of the training scripts")  # fmt: skip
+    add("--input_key")
+    add("--target_key")
+    add("--train_on_prompt", action="store_true")
+    add("--learn_turns", choices=choices(DataArgs, "learn_turns"), default="all")
+    add("--learn_reasoning", choices=("true", "false"), default="true")
+    add("--chat_template_kwargs")
+    add("--batch_size", type=whole(1), help="documents per batch, fewer if they are long; default: "
+        "on a GPU as many as fit in memory, at most 256; on a CPU 32")  # fmt: skip
+    add("--rows", type=whole(), default=0, help="the first documents of each file; 0: all")
+    add("--dtype", choices=choices(TrainArgs, "dtype"), default="auto", help="dtype of the models")
+    add("--show", type=whole(), default=3, help="number of answers to show per file; 0: none "
+        "are generated, except for --answer_regex")  # fmt: skip
+    add("--max_new_tokens", type=whole(1), default=256, help="maximum length of an answer")
+    add("--answer_regex", type=regex, help="finds the result in an answer: the last match of "
+        r"its first group, for example '#### (-?[\d,.]+)' for GSM8K")  # fmt: skip
+    add("--date", type=day, default=str(date.today()), help="the date that chat templates print, "
+        "as 2026-01-31; default: today")  # fmt: skip
+    add("--out", type=path_of, help="folder to write evaluation.json and evaluation.md to")
+    return parser
+
+
+def day(text: str) -> str:
+    """A type for argparse."""
+    try:
+        return str(date.fromisoformat(text))
+    except ValueError:
+        message = f"{text[:80]}: must be a date, as 2026-01-31"
+        raise argparse.ArgumentTypeError(message) from None
+
+
+def check(args) -> None:
+    """Raise UserError for flags that can't be used, and for files and folders that are missing."""
+    if args.answer_regex and args.train_on_prompt:
+        raise UserError(
+            "--answer_regex does not work with --train_on_prompt: no token is an answer"
+        )
+    if args.answer_regex and not re.compile(args.answer_regex).groups:
+        raise UserError(
+            f"--answer_regex {args.answer_regex}: put what to compare in a group, for example "
+            "'Answer: (.*)'"
+        )
+    args.learn_reasoning = args.learn_reasoning == "true"
+    DataArgs.check(args)
+    if args.out:
+        refuse_inside_checkpoints(args.out)
+        refuse_unwritable(args.out, "--out")
+    for name in args.models:
+        find_here(name)
+    find_files(args.data, say=lambda line: None)
+
+
+if __name__ == "__main__":  # before the slow imports
+    early(lambda: make_parser().parse_args(), check)
+
 import numpy as np
 import torch
 from accelerate.utils import find_executable_batch_size
 from torch.nn.utils.rnn import pad_sequence
 
 from llm_demo.core.decoder import refuse_non_finite
-from llm_demo.core.errors import UserError, printable
 from llm_demo.core.loss import score
 from llm_demo.core.rows import Packs, label_positions
 from llm_demo.data.labels import stop_tokens
 from llm_demo.data.packs import load_packs, prompts_of, refuse_unknown_tokens
-from llm_demo.data.sources import find_files
-from llm_demo.job.args import DataArgs
-from llm_demo.job.device import DTYPES, pick_dtype, this_device
+from llm_demo.job.device import pick_dtype, this_device
 from llm_demo.job.dist import run
 from llm_demo.job.families import length_dependent_rope, position_limit
 from llm_demo.job.files import disk_full, write_json, write_text
-from llm_demo.job.folder import refuse_inside_checkpoints, refuse_unwritable
 from llm_demo.job.model_folder import load_model, open_model
-from llm_demo.job.parsing import PlainParser, choices, path_of, regex, whole
 from llm_demo.job.source import find_model, fix_date, load_config, load_tokenizer, set_variables
 from llm_demo.job.text import counted, progress
 
@@ -47,7 +114,6 @@ DATA = (
 def main() -> None:
     args = make_parser().parse_args()
     check(args)
-    find_files(args.data, say=lambda line: None)  # refuses missing ones before models are fetched
     device = this_device()
     dtype, _ = pick_dtype(args.dtype, device)
     if args.seq_len is None:  # so that all models get the same documents
@@ -70,63 +136,6 @@ def main() -> None:
     print(markdown(results))
     if problem:
         raise UserError(f"--out {args.out} can't be written: {problem}")
-
-
-def check(args) -> None:
-    """Raise UserError for flags that can't be used, before anything is read."""
-    if args.answer_regex and args.train_on_prompt:
-        raise UserError(
-            "--answer_regex does not work with --train_on_prompt: no token is an answer"
-        )
-    if args.answer_regex and not re.compile(args.answer_regex).groups:
-        raise UserError(
-            f"--answer_regex {args.answer_regex}: put what to compare in a group, for example "
-            "'Answer: (.*)'"
-        )
-    args.learn_reasoning = args.learn_reasoning == "true"
-    DataArgs.check(args)
-    if args.out:
-        refuse_inside_checkpoints(args.out)
-        refuse_unwritable(args.out, "--out")
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = PlainParser(prog="python -m llm_demo.evaluate", description=__doc__.split("\n\n")[0])
-    add = parser.add_argument
-    add("--models", nargs="+", required=True, help="folders or hub ids, the base first")
-    add("--data", required=True, help="files, folders, globs or hub splits, as in training")
-    add("--seq_len", type=whole(1), help="longer documents are truncated; default: the smallest "
-        "max_position_embeddings of the models")  # fmt: skip
-    add("--data_format", choices=choices(DataArgs, "data_format"), default="auto",
-        help="this and the next six: see the flags of the training scripts")  # fmt: skip
-    add("--input_key")
-    add("--target_key")
-    add("--train_on_prompt", action="store_true")
-    add("--learn_turns", choices=choices(DataArgs, "learn_turns"), default="all")
-    add("--learn_reasoning", choices=("true", "false"), default="true")
-    add("--chat_template_kwargs")
-    add("--batch_size", type=whole(1), help="documents per batch, fewer if they are long; default: "
-        "on a GPU as many as fit in memory, at most 256; on a CPU 32")  # fmt: skip
-    add("--rows", type=whole(), default=0, help="the first documents of each file; 0: all")
-    add("--dtype", choices=("auto", *DTYPES), default="auto", help="dtype of the models")
-    add("--show", type=whole(), default=3, help="number of answers to show per file; 0: none "
-        "are generated, except for --answer_regex")  # fmt: skip
-    add("--max_new_tokens", type=whole(1), default=256, help="maximum length of an answer")
-    add("--answer_regex", type=regex, help="finds the result in an answer: the last match of "
-        r"its first group, for example '#### (-?[\d,.]+)' for GSM8K")  # fmt: skip
-    add("--date", type=day, default=str(date.today()), help="the date that chat templates print, "
-        "as 2026-01-31; default: today")  # fmt: skip
-    add("--out", type=path_of, help="folder to write evaluation.json and evaluation.md to")
-    return parser
-
-
-def day(text: str) -> str:
-    """A type for argparse."""
-    try:
-        return str(date.fromisoformat(text))
-    except ValueError:
-        message = f"{text[:80]}: must be a date, as 2026-01-31"
-        raise argparse.ArgumentTypeError(message) from None
 
 
 def evaluate(name: str, args, device: torch.device, dtype: torch.dtype) -> dict:

@@ -13,12 +13,51 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from llm_demo.core.errors import UserError, printable
+from llm_demo.job.args import TrainArgs
+from llm_demo.job.inputs import refuse_used
+from llm_demo.job.parsing import PlainParser, choices, path_of, size
+from llm_demo.job.process import early
+
+OF_WEIGHTS = (*choices(TrainArgs, "dtype")[1:], "fp8", "fp8_rows")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = PlainParser(prog="python -m llm_demo.export", description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("source", type=path_of, help="a checkpoint, or a run folder for its newest complete one")
+    add("out", type=path_of, help="folder to create")
+    add("--dtype", choices=OF_WEIGHTS, default="bf16", help="dtype of the weights; fp8: "
+        "linear layers with a scale for 128 x 128 numbers, as DeepSeek-V3; fp8_rows: for each row, "
+        "as compressed-tensors; the rest in bf16")  # fmt: skip
+    add("--merge", action="store_true", help="add adapters to their base: writes the whole model")
+    add("--base", help="folder or hub id of that base, if it has moved")
+    add("--max_shard_size", type=size, default="5GB", help="largest weights file")
+    add("--push_to_hub", metavar="REPO", help="also upload to this private repository")
+    add("--public", action="store_true", help="make the --push_to_hub repository public")
+    return parser
+
+
+def check(args) -> None:
+    """Raise UserError for flags that contradict each other, and for folders that can't be used."""
+    if args.public and not args.push_to_hub:
+        raise UserError("--public: set --push_to_hub too, which names the repository")
+    source = args.source
+    if not source.is_dir():
+        raise UserError(f"{source}: no such folder")
+    if source.name == "checkpoints" and not (source / "checkpoints").exists():
+        raise UserError(f"{source} holds a run's checkpoints: name the run, {source.parent}")
+    refuse_used(args.out)
+
+
+if __name__ == "__main__":  # before the slow imports
+    early(lambda: make_parser().parse_args(), check)
+
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 
 from llm_demo.core.decoder import materialise, skeleton
-from llm_demo.core.errors import UserError, printable
 from llm_demo.core.experts import DECAYS
 from llm_demo.core.mesh import World
 from llm_demo.job.adapter_folder import BASE, BITS
@@ -33,10 +72,8 @@ from llm_demo.job.checkpoint_files import (
 from llm_demo.job.device import DTYPES, drawn_on, this_device
 from llm_demo.job.dist import run
 from llm_demo.job.families import TEXT_OF
-from llm_demo.job.folder import refuse_inside_checkpoints
 from llm_demo.job.low_bits import E4M3, FORMATS, as_stored, configuration, laid_out, weight_of
 from llm_demo.job.model_folder import describe, on_meta
-from llm_demo.job.parsing import PlainParser, path_of, size
 from llm_demo.job.process import appearing, read_text
 from llm_demo.job.source import find_model, load_tokenizer, read_config
 from llm_demo.job.text import differences, size_of, watched, words_of
@@ -90,29 +127,9 @@ def export_of(out: Path, steps: int) -> Path:
     return out.with_name(f"{out.name}_step_{steps}") if other else out
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = PlainParser(prog="python -m llm_demo.export", description=__doc__.split("\n\n")[0])
-    add = parser.add_argument
-    add("source", type=path_of, help="a checkpoint, or a run folder for its newest complete one")
-    add("out", type=path_of, help="folder to create")
-    add("--dtype", choices=(*DTYPES, *FORMATS), default="bf16", help="dtype of the weights; fp8: "
-        "linear layers with a scale for 128 x 128 numbers, as DeepSeek-V3; fp8_rows: for each row, "
-        "as compressed-tensors; the rest in bf16")  # fmt: skip
-    add("--merge", action="store_true", help="add adapters to their base: writes the whole model")
-    add("--base", help="folder or hub id of that base, if it has moved")
-    add("--max_shard_size", type=size, default="5GB", help="largest weights file")
-    add("--push_to_hub", metavar="REPO", help="also upload to this private repository")
-    add("--public", action="store_true", help="make the --push_to_hub repository public")
-    return parser
-
-
 def main() -> None:
     args = make_parser().parse_args()
-    if args.public and not args.push_to_hub:
-        raise UserError("--public: set --push_to_hub too, which names the repository")
-    source = args.source
-    if source.name == "checkpoints" and not (source / "checkpoints").exists() and source.is_dir():
-        raise UserError(f"{source} holds a run's checkpoints: name the run, {source.parent}")
+    check(args)
     named = os.path.join(".", args.source)  # "auto" is a folder here
     checkpoint = find_checkpoint(named, Path(named), ALONE, print)
     print(export(checkpoint, args.out, args.dtype, args.max_shard_size, args.merge, args.base))
@@ -173,17 +190,6 @@ def export(
     kind = "weights" if whole else "adapters"
     line = f"exported {checkpoint} to {out}: {n_bytes / 1e6:,.0f} MB of {kind} in {dtype}"
     return "\n".join([line, *notes])
-
-
-def refuse_used(out: Path) -> None:
-    """Raise UserError if `out` can't become a new folder."""
-    if out.exists() and not out.is_dir():
-        raise UserError(f"{out} is a file: choose another name")
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"{out} is not empty: choose another folder")
-    if out.resolve() == Path.cwd():  # it is replaced as a whole
-        raise UserError(f"{out} is the working folder: choose another")
-    refuse_inside_checkpoints(out)
 
 
 def model_of(folder: Path) -> tuple:

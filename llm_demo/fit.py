@@ -24,6 +24,60 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
+from llm_demo.core.errors import UserError
+from llm_demo.job import parsing
+from llm_demo.job.args import SpreadArgs, TrainArgs, parse_args
+from llm_demo.job.cards import CARDS, NVLINK, PCIE, SUSTAINED
+from llm_demo.job.inputs import find_here
+from llm_demo.job.parsing import PlainParser, whole
+from llm_demo.job.process import command, early
+
+
+def above_0(text: str) -> float:
+    """A type for argparse."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text[:80]}: must be a number above 0")
+    return value
+
+
+def make_parser() -> argparse.ArgumentParser:
+    style = argparse.RawDescriptionHelpFormatter
+    parser = PlainParser(prog="python -m llm_demo.fit", description=__doc__, formatter_class=style)
+    add, number = parser.add_argument, functools.partial(parser.add_argument, type=above_0)
+    add("model", metavar="MODEL", help="a folder, or a hub id, of which only config.json is read")
+    add("--cards", type=whole(1), required=True, help="GPUs, of one node")
+    add("--card", choices=CARDS, help="the kind of GPU")
+    number("--memory", help="GiB (2**30 bytes) of each card; default: those of --card")
+    add("--tokens_a_step", type=whole(1), required=True, help="minimum tokens per optimizer step")
+    add("--seq_len", type=whole(8), default=1024, help="tokens of a row; default: 1024")
+    add("--lora_rank", type=whole(), default=0, help="rank of adapters; default: 0, all weights")
+    add("--base_bits", type=int, choices=(4, 16), default=16, help="of the weights under adapters")
+    moments = parsing.choices(TrainArgs, "optim_state")
+    add("--optim_state", choices=moments, default="fp32", help="dtype of AdamW's moments")
+    number("--host_memory", help="GiB of the host's memory for the run; default: as needed")
+    number("--tflops", help=f"TFLOP/s that a card sustains; default: {SUSTAINED} x its peak")
+    number("--bandwidth", help=f"GB/s between cards; default: {NVLINK}, or {PCIE} without NVLink")
+    add("--limit", action="store_true", help="add --device_memory_gb to the line")
+    return parser
+
+
+def check(ask) -> None:
+    """Raise UserError for flags that lack another one, and for a model that is missing."""
+    if ask.base_bits == 4 and not ask.lora_rank:
+        raise UserError("--base_bits 4 needs --lora_rank (see --help)")
+    if not (ask.card or ask.memory):
+        raise UserError("set --card, or --memory (see --help)")
+    find_here(ask.model)
+
+
+if __name__ == "__main__":  # before the slow imports
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would look for a GPU
+    early(lambda: make_parser().parse_args(), check)
+
 import numpy as np
 import torch
 
@@ -32,25 +86,20 @@ from fsdp.flags import FsdpArgs
 from fsdp_pp import estimate as fsdp_pp_estimate
 from fsdp_pp.flags import FsdpPipeArgs
 from llm_demo import step_time
-from llm_demo.core.errors import UserError
 from llm_demo.estimate import CONTEXT_GB, GB, PROCESS, USABLE, fullest
 from llm_demo.job.adapters import choose_lora
-from llm_demo.job.args import SpreadArgs, parse_args
 from llm_demo.job.choices import Compute, choose_compile, has_fused_kernels
 from llm_demo.job.costs import (
-    MOMENT_BYTES,
     experts_of,
     heads_of,
     is_hybrid,
     refuse_shares,
     share_of_heads,
 )
-from llm_demo.job.device import CARDS, dtype_name, pick_dtype, plan_for, this_device
+from llm_demo.job.device import dtype_name, pick_dtype, plan_for, this_device
 from llm_demo.job.families import is_mixture
 from llm_demo.job.files import ROOT
 from llm_demo.job.model_folder import open_model
-from llm_demo.job.parsing import PlainParser, whole
-from llm_demo.job.process import command
 from llm_demo.job.source import find_model
 from llm_demo.job.text import counted
 from pp import estimate as pp_estimate
@@ -309,44 +358,11 @@ def nothing(found: list[Choice], config, ask) -> str:
     return f"nothing fits; nearest: {choice}: {memory}; what would help: {helps}{note}"
 
 
-def above_0(text: str) -> float:
-    """A type for argparse."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text[:80]}: must be a number above 0")
-    return value
-
-
-def make_parser() -> argparse.ArgumentParser:
-    style = argparse.RawDescriptionHelpFormatter
-    parser = PlainParser(prog="python -m llm_demo.fit", description=__doc__, formatter_class=style)
-    add, number = parser.add_argument, functools.partial(parser.add_argument, type=above_0)
-    add("model", metavar="MODEL", help="a folder, or a hub id, of which only config.json is read")
-    add("--cards", type=whole(1), required=True, help="GPUs, of one node")
-    add("--card", choices=CARDS, help="the kind of GPU")
-    number("--memory", help="GiB (2**30 bytes) of each card; default: those of --card")
-    add("--tokens_a_step", type=whole(1), required=True, help="minimum tokens per optimizer step")
-    add("--seq_len", type=whole(8), default=1024, help="tokens of a row; default: 1024")
-    add("--lora_rank", type=whole(), default=0, help="rank of adapters; default: 0, all weights")
-    add("--base_bits", type=int, choices=(4, 16), default=16, help="of the weights under adapters")
-    add("--optim_state", choices=MOMENT_BYTES, default="fp32", help="dtype of AdamW's moments")
-    number("--host_memory", help="GiB of the host's memory for the run; default: as needed")
-    share, nvlink, pcie = step_time.SUSTAINED, step_time.NVLINK, step_time.PCIE
-    number("--tflops", help=f"TFLOP/s that a card sustains; default: {share} x its peak")
-    number("--bandwidth", help=f"GB/s between cards; default: {nvlink}, or {pcie} without NVLink")
-    add("--limit", action="store_true", help="add --device_memory_gb to the line")
-    return parser
-
-
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """What is asked for, with what --card stands for."""
-    ask = (parser := make_parser()).parse_args(argv)
+    ask = make_parser().parse_args(argv)
+    check(ask)
     plan_for(ask.card)
-    if ask.base_bits == 4 and not ask.lora_rank:
-        parser.error("--base_bits 4 needs --lora_rank")
     ask.name, ask.compute, ask.assumed = "any, as fast as an H200", COMPUTE, ""
     if ask.card:
         card = this_device()
@@ -355,8 +371,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         ask.name, ask.memory = card.name, ask.memory or card.memory_gb
         compiled, _ = choose_compile(None, card, attention)
         ask.compute = Compute(dtype, attention, compiled, rule="fla")
-    elif not ask.memory:
-        parser.error("set --card, or --memory")
     ask.usable = ask.memory * USABLE
     tflops, bandwidth = step_time.speed_of(ask.card, ask.compute.dtype)
     ask.tflops, ask.bandwidth = ask.tflops or tflops, ask.bandwidth or bandwidth
@@ -382,5 +396,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would look for a GPU
     command(main)

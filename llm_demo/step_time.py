@@ -18,6 +18,7 @@ fits.md (H100; tests/test_fit.py). FLOP/s are of a card, bandwidths of what it r
 per second."""
 
 from llm_demo.estimate import tokens_here
+from llm_demo.job.cards import LINKED, NVLINK, PCIE, SUSTAINED, TFLOPS
 from llm_demo.job.costs import (
     OVERHEAD,
     block_costs,
@@ -32,9 +33,6 @@ from llm_demo.job.device import peak_tflops, this_device
 
 LAUNCH, LEAST = 0.007, 0.03  # seconds of a micro-batch: besides its tokens; in all, for the host
 TO_HOST = 33e9  # bytes per second between a card and the host, each way at once, by two cards
-TFLOPS, SUSTAINED = 550, 0.55  # of an H200 in bf16; share of a data sheet's that is reached
-NVLINK, PCIE = 200, 20  # GB/s between cards
-LINKED = ("h100", "h200", "a100")  # by NVLink
 
 
 def speed_of(card: str | None, dtype) -> tuple[float, float]:

@@ -8,9 +8,15 @@ NPROC_PER_NODE=4 bash pp/launch_pp.sh                        2 stages x 2 replic
 import functools
 import itertools
 
-import llm_demo  # noqa: F401  first: it catches what imports refuse
+from llm_demo.job.args import less_memory, parse_args
+from llm_demo.job.inputs import look
+from llm_demo.job.process import early
+from pp.flags import GROUPS
 
-# isort: split
+parse = functools.partial(parse_args, __doc__, *GROUPS)
+if __name__ == "__main__":  # before the slow imports
+    early(parse, look)
+
 import torch
 import torch.distributed as dist
 
@@ -27,7 +33,6 @@ from llm_demo.core.rows import (
     share_of,
     to_device,
 )
-from llm_demo.job.args import less_memory, parse_args
 from llm_demo.job.choices import compiles_adamw
 from llm_demo.job.costs import param_count, unit_sizes
 from llm_demo.job.dist import run as run_script
@@ -36,9 +41,6 @@ from llm_demo.job.run import Job, refuse_experts, run
 from llm_demo.job.text import counted
 from llm_demo.job.weights_files import loading
 from pp.cut import plan_and_cut
-from pp.flags import GROUPS
-
-parse = functools.partial(parse_args, __doc__, *GROUPS)
 
 
 def main() -> None:

@@ -3,13 +3,14 @@
 import dataclasses
 import os
 import re
+import resource
 import runpy
 import shutil
 import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, no_ranks, printed_flags
+from conftest import ROOT, TINY, no_ranks, printed_flags
 
 from llm_demo import evaluate, export, report
 from llm_demo.check import __main__ as check
@@ -240,6 +241,80 @@ def test_help_is_short_and_shows_the_launchers_values(kind, tmp_path):
         "[default: 0.01]", "[cosine | linear | constant; default: cosine]",
     ):  # fmt: skip
         assert remark in text, remark
+
+
+# ---------------------------------------------------------------- early answers
+
+COMMANDS = [f"-m llm_demo.{name}" for name in "chat check evaluate export fit report".split()]
+SCRIPTS = ["fsdp/train_fsdp.py", "fsdp_pp/train_fsdp_pp.py", "pp/pp_train.py", "zero/train_zero.py"]
+SCRIPTS.append("fsdp/launch_script.py")
+SOON = [(*start, "--help", "") for start in zip([*COMMANDS, *SCRIPTS, *ALL.values()], strict=True)]
+SOON += [
+    (f"-m llm_demo.{name}", words, message)
+    for name, words, message in [
+        ("chat", "", "the following arguments are required: model"),
+        ("chat", "./no", "no model at ./no"),
+        ("chat", f"{TINY} --chat_template no.jinja", "--chat_template no.jinja: No such file"),
+        ("evaluate", f"--models {TINY}", "the following arguments are required: --data"),
+        ("evaluate", f"--models {TINY} ./no --data full/file.jsonl", "no model at ./no"),
+        ("evaluate", f"--models {TINY} --data no.jsonl", "no such data file: no.jsonl"),
+        ("evaluate", f"--models {TINY} --data no.jsonl --out full/file.jsonl", "is a file"),
+        ("export", "full", "the following arguments are required: out"),
+        ("export", "no new", "no: no such folder"),
+        ("export", "full full", "full is not empty: choose another folder"),
+        ("fit", f"{TINY} --cards 2", "the following arguments are required: --tokens_a_step"),
+        ("fit", "./no --cards 2 --card h100 --tokens_a_step 8", "no model at ./no"),
+        ("report", "", "the following arguments are required: RUN"),
+        ("report", "no", "no"),
+    ]
+]
+SOON += [
+    (program, words, message)
+    for program in (*SCRIPTS[:4], LAUNCHERS["zero"])
+    for words, message in [
+        ("--train_json no.jsonl", "no such data file: no.jsonl"),
+        ("--output_dir full", "--output_dir full is not empty: choose another, or add --overwrite"),
+    ]
+]
+SOON += [
+    (program, words, message)
+    for program in (SCRIPTS[0], LAUNCHERS["fsdp"])
+    for words, message in [
+        ("--eval_json no.jsonl", "no such data file: no.jsonl"),
+        ("--model_name_or_path ./no", "no model at ./no"),
+        ("--tokenizer_name_or_path ./no", "no model at ./no"),
+        ("--chat_template no.jinja", "--chat_template no.jinja: No such file or directory"),
+        ("--resume no", "no: no such folder"),
+        ("--adapter no", "--adapter no: no folder"),
+        ("--estimate --card h101", "--card h101: choose from h100, h200, "),
+    ]
+]
+SOON.append(
+    (LAUNCHERS["zero"], "--deepspeed_config no.json", "--deepspeed_config no.json: No such")
+)
+
+
+@pytest.mark.parametrize("program, words, message", SOON)
+def test_help_and_what_is_missing_take_no_seconds(program, words, message, tmp_path):
+    """Of processor time, with all processes that are started: importing PyTorch takes 3 s."""
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file.jsonl").touch()
+    python = "bash" if program.endswith(".sh") else sys.executable
+    argv = program.split() if program.startswith("-m") else [str(ROOT / program)]
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "PYTHON")}
+    paths = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [python, *argv, *words.split()], env=env | paths, cwd=tmp_path,
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if message:
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("error: ") and message in line and done.returncode == 2
+    else:
+        assert (done.returncode, done.stderr) == (0, "") and done.stdout
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
 
 
 # ---------------------------------------------------------------- parsing

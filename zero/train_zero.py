@@ -7,9 +7,15 @@ bash zero/launch_zero.sh --deepspeed_config zero/ds_zero3_offload.json
 
 import functools
 
-import llm_demo  # noqa: F401  first: it catches what imports refuse
+from llm_demo.job.args import less_memory, parse_args
+from llm_demo.job.inputs import look
+from llm_demo.job.process import early
+from zero.flags import GROUPS
 
-# isort: split
+parse = functools.partial(parse_args, __doc__, *GROUPS)
+if __name__ == "__main__":  # before the slow imports
+    early(parse, look)
+
 import torch
 
 from llm_demo import estimate as memory
@@ -18,7 +24,6 @@ from llm_demo.core.decoder import DecoderLoss, make_units, skeleton
 from llm_demo.core.loop import score_rows
 from llm_demo.core.optim import make_adamw, set_lr
 from llm_demo.core.rows import label_positions, micro_batches, to_device
-from llm_demo.job.args import less_memory, parse_args
 from llm_demo.job.choices import compiles_adamw
 from llm_demo.job.costs import param_count, unit_sizes
 from llm_demo.job.dist import run as run_script
@@ -26,9 +31,6 @@ from llm_demo.job.dist import start
 from llm_demo.job.run import Job, refuse_experts, run
 from llm_demo.job.text import counted
 from llm_demo.job.weights_files import loading
-from zero.flags import GROUPS
-
-parse = functools.partial(parse_args, __doc__, *GROUPS)
 
 
 def main() -> None:

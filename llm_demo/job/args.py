@@ -10,6 +10,7 @@ import sys
 from typing import Literal
 
 from llm_demo.core.errors import UserError
+from llm_demo.job.cards import CARDS
 from llm_demo.job.files import ROOT
 from llm_demo.job.parsing import (
     flag,
@@ -233,6 +234,8 @@ class Args(RunArgs, TrainArgs, DataArgs, ModelArgs):
         parse_steps(args.profile_steps)
         if args.card and not args.estimate:
             raise UserError(f"--card {args.card[:80]} is what to estimate for: add --estimate")
+        if args.card and args.card not in CARDS:
+            raise UserError(f"--card {args.card[:80]}: choose from {', '.join(CARDS)}")
         if args.fp8 != "none" and args.dtype == "fp16":
             raise UserError(f"--fp8 {args.fp8} needs --dtype bf16, not fp16")
         if args.fp8 != "none" and args.router_aux_loss:

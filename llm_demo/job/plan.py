@@ -31,7 +31,7 @@ from llm_demo.data.packs import (
     shares_of_files,
     split_off,
 )
-from llm_demo.data.sources import heldout_beside, hub_parts, weighted
+from llm_demo.data.sources import hub_parts, weighted
 from llm_demo.job.adapters import decide_lora, factors_of
 from llm_demo.job.args import MAX_STEPS, Args
 from llm_demo.job.checkpoint_files import checked_facts, compare_shapes, find_checkpoint, weights_of
@@ -44,6 +44,7 @@ from llm_demo.job.families import position_limit, window_of, without_window
 from llm_demo.job.folder import settings_of
 from llm_demo.job.four_bits import decide_four_bits
 from llm_demo.job.fp8 import decide_fp8
+from llm_demo.job.inputs import heldout_file
 from llm_demo.job.log import Log
 from llm_demo.job.model_folder import Source, find_source
 from llm_demo.job.process import regular
@@ -159,15 +160,6 @@ def same_flags(args: Args) -> dict:
     if file := args.deepspeed_config:
         flags["content of --deepspeed_config"] = json.loads(regular(Path(file)).read_text())
     return flags
-
-
-def heldout_file(args: Args) -> str:
-    """The held-out file, or "none"."""
-    if args.eval_fraction:
-        return "none"
-    if args.eval_json == "auto":
-        return heldout_beside(weighted(args.train_json)[0]) or "none"
-    return args.eval_json
 
 
 def load_data(

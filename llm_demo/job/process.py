@@ -222,14 +222,25 @@ def read_text(file: Path) -> str:
 
 def command(main: Callable[[], int | None]) -> None:
     """Exit with the code that main() returns. Bad input ends with one line and code 2."""
+    sys.exit(_in_one_line(main))
+
+
+def early(parse: Callable, check: Callable) -> None:
+    """Call check(parse()) before slow imports: --help and bad input end the process here. Not on
+    other ranks than 0, which says the same."""
+    if os.environ.get("RANK", "0") == "0":
+        _in_one_line(lambda: check(parse()))
+
+
+def _in_one_line(act: Callable):
+    """What act() returns. Bad input ends the process with one line and code 2."""
     outlive_terminal()
     try:
         with refuse_unusable_paths():
-            code = main()
+            return act()
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
-        code = 2
-    sys.exit(code)
+        sys.exit(2)
 
 
 @contextlib.contextmanager

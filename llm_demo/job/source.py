@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 from llm_demo.core.attention import rope_type
 from llm_demo.core.errors import UserError
 from llm_demo.data.labels import closes_reasoning, has_variable, writes_empty_blocks
-from llm_demo.data.sources import LFS
 from llm_demo.job.families import (
     ANY_LENGTH,
     FAMILIES,
@@ -24,13 +23,13 @@ from llm_demo.job.families import (
     position_limit,
     problems_of,
 )
+from llm_demo.job.inputs import FILES, find_here, refuse_adapter, refuse_pointers
 from llm_demo.job.parsing import template_variables
 from llm_demo.job.process import regular
 from llm_demo.job.text import words_of
-from llm_demo.job.weights_files import open_weights, refuse_deepspeed
+from llm_demo.job.weights_files import open_weights
 
 COMPARE = "compare it with the published file"
-FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]  # of a model's folder
 
 
 def find_model(name: str, config_in: str | None = None) -> Path:
@@ -38,24 +37,8 @@ def find_model(name: str, config_in: str | None = None) -> Path:
 
     config_in: a folder for config.json, if that is all one needs. In the cache it would look like a
     model without weights."""
-    folder = Path(os.path.expanduser(name))
-    if (folder / "cmd.sh").is_file() and (folder / "checkpoints").is_dir():
-        raise UserError(
-            f"{name} is the folder of a run, not a model: export it first with "
-            f"python -m llm_demo.export {name} OUT"
-        )
-    if (folder / "config.json").is_file():
-        refuse_adapter(name, folder)
-        refuse_pointers(folder)
+    if folder := find_here(name):
         return folder
-    if (folder / "adapter_config.json").is_file():
-        raise UserError(
-            f"{name} holds an adapter, not a model: export its run with python -m llm_demo.export "
-            f"--merge, or train on from it: --model_name_or_path BASE --adapter {name}"
-        )
-    if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
-        refuse_deepspeed(folder)
-        raise UserError(f"no model at {name}: it is neither a folder with config.json nor a hub id")
     from huggingface_hub import snapshot_download, try_to_load_from_cache
 
     options = {"allow_patterns": FILES}
@@ -76,17 +59,6 @@ def find_model(name: str, config_in: str | None = None) -> Path:
     return folder
 
 
-def refuse_adapter(name: str, folder: Path) -> None:
-    """Raise UserError if a model's folder also holds an adapter. transformers would add it to the
-    model, and peft before 0.20 runs a module that the adapter's configuration names. Training
-    would ignore it."""
-    if (folder / "adapter_config.json").is_file():
-        raise UserError(
-            f"{name} holds both a model and an adapter (adapter_config.json), so what to load is "
-            "not clear: merge them into one model, or move the adapter's files away"
-        )
-
-
 def read_config(folder: Path):
     """transformers' configuration of a folder. Raises ValueError if it makes transformers load
     what lies elsewhere, and whatever the libraries raise that check it."""
@@ -97,15 +69,6 @@ def read_config(folder: Path):
     if getattr(config, "transformers_weights", None):
         raise ValueError("transformers_weights: weights must be model.safetensors: remove it")
     return config
-
-
-def refuse_pointers(folder: Path) -> None:
-    """Raise UserError if a file is a Git LFS pointer, which an incomplete download leaves."""
-    for file in sorted(f for pattern in FILES for f in folder.glob(pattern)):
-        if file.is_file() and file.stat().st_size < 1024 and file.read_bytes().startswith(LFS):
-            raise UserError(
-                f"{file} is a Git LFS pointer, not the file: run git lfs pull in {folder}"
-            )
 
 
 def load_config(folder: Path, max_len: int, weights_elsewhere: bool = False):

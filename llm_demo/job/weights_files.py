@@ -24,6 +24,7 @@ from llm_demo.core.experts import FUSED, fused
 from llm_demo.core.four_bits import values_of
 from llm_demo.job import low_bits
 from llm_demo.job.files import hash_of
+from llm_demo.job.inputs import refuse_deepspeed
 from llm_demo.job.text import differences, watched, words_of
 
 SAMPLE = 4096  # bytes at the beginning, the middle and the end of a tensor
@@ -290,17 +291,6 @@ def weights_in(files: list[Path]) -> Weights:
         with _open(file) as opened:
             places |= dict.fromkeys(opened.keys(), file)
     return Weights(files[0].parent, places)
-
-
-def refuse_deepspeed(folder: Path) -> None:
-    """Raise UserError if a folder holds a checkpoint in the format of DeepSpeed's engines."""
-    files = ("*model_states.pt", "global_step*/*model_states.pt")
-    if any(any(folder.glob(pattern)) for pattern in files):
-        raise UserError(
-            f"{folder} is a checkpoint in DeepSpeed's own format, which is not read: convert it to "
-            "a Hugging Face folder (ZeRO's by DeepSpeed's zero_to_fp32.py --safe_serialization, "
-            "then add config.json and the tokenizer's files), and train from that"
-        )
 
 
 def loading(weights: Weights | None, shares: int):

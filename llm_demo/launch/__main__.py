@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llm_demo.core.errors import UserError
+from llm_demo.job.inputs import look
 from llm_demo.job.process import command, minutes, number, quit_on, stop_signals, usable_cores
 from llm_demo.job.text import counted
 from llm_demo.launch import nodes
@@ -117,6 +118,8 @@ def launch(command: list[str]) -> int:
     if not Path(command[0]).is_file():
         raise UserError(f"no script {command[0]}")
     flags = check_flags(command)
+    if flags:
+        look(flags, first_node=os.environ.get("NODE_RANK", "0") == "0")
     if number("RESTARTS", 0) and flags and flags.resume != "auto":
         raise UserError(
             "RESTARTS needs --resume auto and --output_dir (RESUME=auto OUTPUT_DIR=...): a "
