@@ -7,6 +7,9 @@ python fsdp/train_fsdp.py                                    one process: the pl
 
 import functools
 
+import llm_demo  # noqa: F401  first: it catches what imports refuse
+
+# isort: split
 from fsdp.flags import GROUPS, sums_each
 from llm_demo.job.args import less_memory, parse_args
 from llm_demo.job.inputs import look

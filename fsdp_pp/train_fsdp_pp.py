@@ -9,6 +9,9 @@ import functools
 import os
 from typing import NamedTuple
 
+import llm_demo  # noqa: F401  first: it catches what imports refuse
+
+# isort: split
 from fsdp_pp.flags import GROUPS
 from llm_demo.job.args import less_memory, parse_args
 from llm_demo.job.inputs import look

@@ -8,6 +8,9 @@ NPROC_PER_NODE=4 bash pp/launch_pp.sh                        2 stages x 2 replic
 import functools
 import itertools
 
+import llm_demo  # noqa: F401  first: it catches what imports refuse
+
+# isort: split
 from llm_demo.job.args import less_memory, parse_args
 from llm_demo.job.inputs import look
 from llm_demo.job.process import early

@@ -8,13 +8,14 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import time
 import zipfile
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, TINY
 
 PINS = dict(re.findall(r"^(\w+)==([^;\s]+)", (ROOT / "constraints.txt").read_text(), re.M))
 PINS["numpy"] = "2.2.6" if sys.version_info < (3, 11) else PINS["numpy"]
@@ -377,3 +378,52 @@ def test_a_torch_too_old_is_left_where_it_is(machine, tmp_path):
     (purelib / "torch-2.9.1+rocm6.4.dist-info/METADATA").write_text("Name: torch\nVersion: 2.7.1\n")
     result = machine.setup(PYTHON=str(user / "bin/python"), SETUP_DRY_RUN="1")
     assert "not using torch 2.7.1" in result.stdout and "torch==2.13.0+cpu" in result.stdout
+
+
+# ---------------------------------------------------------------- another clone, and a copy
+
+
+@pytest.mark.parametrize(
+    "script",
+    ["fsdp/train_fsdp.py", "fsdp_pp/train_fsdp_pp.py", "pp/pp_train.py", "zero/train_zero.py"],
+)
+def test_a_script_of_another_clone_is_refused(script, tmp_path):
+    """Python would find the package of the clone that is installed, and run and record that."""
+    for name in ("llm_demo", os.path.dirname(script)):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copy(ROOT / "launch_common.sh", tmp_path)
+    other = tmp_path / script
+    for words in ([other], ["-m", "llm_demo.launch", other]):
+        done = subprocess.run(
+            [sys.executable, *words, "--help"], env={**os.environ, "PYTHONPATH": str(ROOT)},
+            cwd=ROOT, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        error = f"error: {other} would run with llm_demo of {ROOT}: start it in {tmp_path} with "
+        error += f"PYTHONPATH={tmp_path}, or run pip install -e {tmp_path}\n"
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", error)
+    done = subprocess.run(  # what the line says
+        [sys.executable, "-m", "llm_demo.launch", other, "--help"], cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "") and "--train_json" in done.stdout
+
+
+def test_a_copy_of_the_package_says_how_to_install(tmp_path):
+    """As pip install . makes it, without -e: the scripts' folders are not in it."""
+    shutil.copytree(ROOT / "llm_demo", tmp_path / "llm_demo")
+    text = (ROOT / "pyproject.toml").read_text()
+    module, function = re.search(r'^llm-demo-fsdp = "(.+):(.+)"$', text, re.M).groups()
+    # -S: not with the editable installation beside the packages
+    packages = os.pathsep.join([str(tmp_path), sysconfig.get_path("purelib")])
+    installed = ["-c", f"from {module} import {function}; {function}()"]
+    fit = ["-m", "llm_demo.fit", str(TINY), "--card=h100", "--cards=1", "--tokens_a_step=64"]
+    for words in (installed, fit):
+        done = subprocess.run(
+            [sys.executable, "-S", *words], env={**os.environ, "PYTHONPATH": packages},
+            cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 2 and done.stdout == ""
+        assert done.stderr == (
+            f"error: llm_demo in {tmp_path} is a copy without fsdp/: run it from a clone of the "
+            "repository, where you have run pip install -e .\n"
+        )

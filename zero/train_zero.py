@@ -7,6 +7,9 @@ bash zero/launch_zero.sh --deepspeed_config zero/ds_zero3_offload.json
 
 import functools
 
+import llm_demo  # noqa: F401  first: it catches what imports refuse
+
+# isort: split
 from llm_demo.job.args import less_memory, parse_args
 from llm_demo.job.inputs import look
 from llm_demo.job.process import early

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from llm_demo.core.errors import UserError, printable
-from llm_demo.job.files import FULL, PART, disk_full, let_read
+from llm_demo.job.files import FULL, PART, ROOT, disk_full, let_read
 from llm_demo.job.secrets import without_given_secrets
 
 PARENT = "LLM_DEMO_PARENT"  # in a child's environment: our pid, so that the child ends with us
@@ -28,6 +28,12 @@ UNUSABLE = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 
 # what progress bars write to reach their line: at the beginning of a text, or alone
 MOVES = re.compile("(\x1b\\[A)+$|\r?")
+
+MARK = "launch_common.sh"  # a file of each clone of the repository
+
+SCRIPTS = ("fsdp", "fsdp_pp", "pp", "zero")  # folders beside llm_demo/ in a clone
+
+INSTALL = "run it from a clone of the repository, where you have run pip install -e ."
 
 YEAR = 365 * 24 * 60  # minutes; no wait may be longer
 
@@ -195,10 +201,32 @@ def let_others_speak() -> None:
     time.sleep(3)
 
 
+def refuse_other_clone(script: str) -> None:
+    """Raise UserError for a script of another clone of the repository than this package's."""
+    root = Path(script).resolve().parent.parent
+    ours, theirs = ROOT / "llm_demo", root / "llm_demo"
+    if (root / MARK).is_file() and theirs.is_dir() and not theirs.samefile(ours):
+        raise UserError(
+            f"{script} would run with llm_demo of {ROOT}: start it in {root} with "
+            f"PYTHONPATH={root}, or run pip install -e {root}"
+        )
+
+
+def _lacks_clone(error: BaseException) -> bool:
+    """Whether a folder of scripts is missing, because this package was installed as a copy."""
+    missing = isinstance(error, ModuleNotFoundError) and str(error.name).split(".")[0]
+    return missing in SCRIPTS and not (ROOT / MARK).is_file()
+
+
 def end_in_one_line(kind, error, trace) -> None:
-    """sys.excepthook, for the time while libraries are imported: one line if one of them refuses
-    the environment, else the traceback."""
-    if not (reason := fault_of_environment(error)):
+    """sys.excepthook, for the time while modules are imported: one line if a library refuses the
+    environment, or if this installation can't work, else the traceback."""
+    reason = fault_of_environment(error)
+    if isinstance(error, UserError):
+        reason = str(error)
+    elif _lacks_clone(error):
+        reason = f"llm_demo in {ROOT} is a copy without {error.name}/: {INSTALL}"
+    if not reason:
         return sys.__excepthook__(kind, error, trace)
     if os.environ.get("RANK", "0") != "0":
         let_others_speak()

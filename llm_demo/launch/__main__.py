@@ -26,7 +26,15 @@ from pathlib import Path
 
 from llm_demo.core.errors import UserError
 from llm_demo.job.inputs import look
-from llm_demo.job.process import command, minutes, number, quit_on, stop_signals, usable_cores
+from llm_demo.job.process import (
+    command,
+    minutes,
+    number,
+    quit_on,
+    refuse_other_clone,
+    stop_signals,
+    usable_cores,
+)
 from llm_demo.job.text import counted
 from llm_demo.launch import nodes
 from llm_demo.launch.settings import check_flags, flags_of, without_effect
@@ -117,6 +125,7 @@ def launch(command: list[str]) -> int:
     UserError before that for what can't work."""
     if not Path(command[0]).is_file():
         raise UserError(f"no script {command[0]}")
+    refuse_other_clone(command[0])
     flags = check_flags(command)
     if flags:
         look(flags, first_node=os.environ.get("NODE_RANK", "0") == "0")
