@@ -7,7 +7,7 @@ trap 'echo "error: stopped by SIGINT" >&2; exit 130' INT
 before=$(compgen -v) # the variables defined before a launcher's settings
 
 launch() { # SCRIPT [flags of the command line]
-    local script=$ROOT/$1 name settings=() find
+    local script=$ROOT/$1 name settings=() find why
     shift
     for name in $(compgen -v | grep '^[A-Z]'); do
         [[ $'\n'$before$'\n' == *$'\n'"$name"$'\n'* ]] || settings+=("$name=${!name}")
@@ -20,8 +20,13 @@ launch() { # SCRIPT [flags of the command line]
         # Ignores Ctrl-C, which would print a traceback here; the trap handles it afterwards.
         find='import importlib.util as u; print(u.find_spec("torch") and "has torch")'
         if [[ $(trap '' INT && "$PYTHON" -c "$find" 2>/dev/null) != *"has torch" ]]; then
-            echo "error: PYTHON=$PYTHON is not a Python with torch: name one, install torch there," \
-                "or unset PYTHON to use .venv" >&2
+            why=$("$PYTHON" -c "$find" 2>&1 >/dev/null | grep 'rror: ' | tr '\n' ' ' || true)
+            if [[ $why ]]; then
+                echo "error: PYTHON=$PYTHON does not start: $why" >&2
+            else
+                echo "error: PYTHON=$PYTHON is not a Python with torch: name one, install torch" \
+                    "there, or unset PYTHON to use .venv" >&2
+            fi
             exit 2
         fi
     fi

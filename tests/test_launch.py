@@ -84,17 +84,13 @@ def script(tmp_path):
 def repo(tmp_path):
     """A copy of the launchers, where SHOW stands for both training scripts."""
     repo = tmp_path / "a repo"
-    for folder in ("fsdp", "pp", "llm_demo/core", "llm_demo/job", "llm_demo/launch"):
+    shutil.copytree(ROOT / "llm_demo", repo / "llm_demo", ignore=lambda *_: ["__pycache__"])
+    for folder in ("fsdp", "pp", "data", "models/qwen3-tiny"):
         (repo / folder).mkdir(parents=True)
     files = ["launch_common.sh", "fsdp/launch_fsdp.sh", "pp/launch_pp.sh", "fsdp/launch_script.py"]
-    files += ["fsdp/flags.py", "pp/flags.py"]
-    ours = ["__init__", "core/__init__", "core/errors", "core/mesh", "job/__init__", "job/text"]
-    ours += [
-        f"job/{name}"
-        for name in ("adapter_folder", "args", "device", "files", "parsing", "process", "secrets")
-    ]
-    ours += [f"launch/{name}" for name in ("__init__", "__main__", "nodes", "ranks", "settings")]
-    for name in [*files, *(f"llm_demo/{name}.py" for name in ours)]:
+    files += ["fsdp/flags.py", "pp/flags.py", "pp/ds_pp_2gpus.json"]
+    files += ["data/first_run.jsonl", "models/qwen3-tiny/config.json"]
+    for name in files:
         shutil.copy(ROOT / name, repo / name)
     for kind in KINDS:
         (repo / SCRIPTS[kind]).write_text(SHOW)
@@ -114,6 +110,8 @@ def run_shell(repo, kind, *args, cwd=None, **extra):
 def test_a_flag_beats_the_environment_which_beats_the_defaults(repo, tmp_path, kind):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
+    for name in ("my.jsonl", "held.jsonl"):
+        (elsewhere / name).touch()
     environ = {"LR": "1e-4", "SEQ_LEN": "512", "PACK_SEQUENCES": "false", "EVAL_JSON": "held.jsonl"}
     given = "--lr", "2e-5", "--train_json", "my.jsonl"
     output = run_shell(repo, kind, *given, cwd=elsewhere, **environ)
@@ -151,6 +149,17 @@ def test_a_program_that_is_no_python_with_torch_is_named(program, repo, tmp_path
         f"error: PYTHON={program} is not a Python with torch: name one, install torch there, or "
         "unset PYTHON to use .venv\n"
     )
+
+
+def test_a_python_that_does_not_start_says_why(repo, record_property):
+    record_property("bad inputs", 1)
+    done = subprocess.run(
+        ["bash", repo / "fsdp/launch_fsdp.sh"], capture_output=True, text=True,
+        env=environment(PYTHON=sys.executable, PYTHONIOENCODING="junk"),
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"error: PYTHON={sys.executable} does not start: Fatal Python ")
+    assert "LookupError: unknown encoding: junk" in done.stderr
 
 
 def test_the_debugger_entry_takes_the_launchers_defaults(repo, monkeypatch, capsys):

@@ -127,13 +127,13 @@ def launch(command: list[str]) -> int:
         raise UserError(f"no script {command[0]}")
     refuse_other_clone(command[0])
     flags = check_flags(command)
-    if flags:
-        look(flags, first_node=os.environ.get("NODE_RANK", "0") == "0")
     if number("RESTARTS", 0) and flags and flags.resume != "auto":
         raise UserError(
             "RESTARTS needs --resume auto and --output_dir (RESUME=auto OUTPUT_DIR=...): a "
             "restarted run resumes from its newest checkpoint"
         )
+    if flags:
+        look(flags, first_node=os.environ.get("NODE_RANK", "0") == "0")
     node = this_node()
     gc.freeze()  # it has imported torch, which need not be taken apart at the end
     set_defaults(node.processes)
