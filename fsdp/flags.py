@@ -4,7 +4,7 @@ import dataclasses
 
 from llm_demo.core.errors import UserError
 from llm_demo.job.adapter_folder import adopt
-from llm_demo.job.args import ExpertArgs, SpreadArgs
+from llm_demo.job.args import MAX_COUNT, ExpertArgs, SpreadArgs
 from llm_demo.job.parsing import flag
 
 NEED_LORA = ("lora_targets", "lora_alpha", "lora_dropout", "base_bits")
@@ -44,7 +44,9 @@ class FsdpArgs:
         "Number of model copies; all: one per process, as in DDP.",
         form=(r"all|[1-9]\d{0,8}", "a positive integer or all"),
     )
-    psgd_rank: int = flag(0, "Rank of compressed sums over --replicas (PowerSGD). 0: exact.")
+    psgd_rank: int = flag(
+        0, "Rank of compressed sums over --replicas (PowerSGD). 0: exact.", at_most=MAX_COUNT
+    )
     psgd_start: int | None = flag(
         None, "Steps summed exactly before PowerSGD starts. Default: --warmup_steps."
     )
@@ -61,7 +63,9 @@ class FsdpArgs:
         saves_memory="2, for long rows on several processes",
     )
     lora_rank: int | None = flag(
-        None, "Rank of adapters (LoRA) over a frozen model. Default: --adapter's, or 0: none."
+        None,
+        "Rank of adapters (LoRA) over a frozen model. Default: --adapter's, or 0: none.",
+        at_most=MAX_COUNT,
     )
     adapter: str | None = flag(
         None, "Folder of a PEFT adapter to train on, with its rank, alpha and targets.", path=True

@@ -26,35 +26,37 @@ from typing import NamedTuple
 
 from llm_demo.core.errors import UserError
 from llm_demo.job import parsing
-from llm_demo.job.args import SpreadArgs, TrainArgs, parse_args
+from llm_demo.job.args import MAX_COUNT, MAX_TOKENS, SpreadArgs, TrainArgs, parse_args
 from llm_demo.job.cards import CARDS, NVLINK, PCIE, SUSTAINED
 from llm_demo.job.inputs import find_here
 from llm_demo.job.parsing import PlainParser, whole
 from llm_demo.job.process import command, early
 
-
-def above_0(text: str) -> float:
-    """A type for argparse."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text[:80]}: must be a number above 0")
-    return value
+MOST_CARDS = 64  # of a node; more take minutes
 
 
 def make_parser() -> argparse.ArgumentParser:
     style = argparse.RawDescriptionHelpFormatter
     parser = PlainParser(prog="python -m llm_demo.fit", description=__doc__, formatter_class=style)
-    add, number = parser.add_argument, functools.partial(parser.add_argument, type=above_0)
+    add = parser.add_argument
+    number = functools.partial(parser.add_argument, type=parsing.real(at_most=1e6))
     add("model", metavar="MODEL", help="a folder, or a hub id, of which only config.json is read")
-    add("--cards", type=whole(1), required=True, help="GPUs, of one node")
+    add("--cards", type=whole(1, MOST_CARDS), required=True, help="GPUs, of one node")
     add("--card", choices=CARDS, help="the kind of GPU")
     number("--memory", help="GiB (2**30 bytes) of each card; default: those of --card")
-    add("--tokens_a_step", type=whole(1), required=True, help="minimum tokens per optimizer step")
-    add("--seq_len", type=whole(8), default=1024, help="tokens of a row; default: 1024")
-    add("--lora_rank", type=whole(), default=0, help="rank of adapters; default: 0, all weights")
+    add(
+        "--tokens_a_step",
+        type=whole(1, 10**9),
+        required=True,
+        help="minimum tokens per optimizer step",
+    )
+    add("--seq_len", type=whole(8, MAX_TOKENS), default=1024, help="tokens of a row; default: 1024")
+    add(
+        "--lora_rank",
+        type=whole(at_most=MAX_COUNT),
+        default=0,
+        help="rank of adapters; default: 0, all weights",
+    )
     add("--base_bits", type=int, choices=(4, 16), default=16, help="of the weights under adapters")
     moments = parsing.choices(TrainArgs, "optim_state")
     add("--optim_state", choices=moments, default="fp32", help="dtype of AdamW's moments")

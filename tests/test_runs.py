@@ -629,8 +629,8 @@ def test_no_checkpoint_with_a_value_that_is_not_finite(name, value, tmp_path):
 
 def test_all_ranks_of_a_launcher_end(tmp_path):
     """A rate that blows the weights up: one line, exit code 2, the last good checkpoint stays."""
-    flags = "--seq_len 32 --max_steps 5000 --lr 1e30 --warmup_steps 0 --save_every 1 "
-    flags += "--grad_accum_steps 1 --max_skipped_steps 3 --sample_tokens 0 "
+    flags = "--seq_len 32 --max_steps 5000 --lr 1000 --weight_decay 1e9 --save_every 1 "
+    flags += "--warmup_steps 0 --grad_accum_steps 1 --max_skipped_steps 3 --sample_tokens 0 "
     flags = (flags + "--output_dir out").split()
     done = run(["bash", LAUNCHERS["fsdp"], *flags], cwd=tmp_path, PYTHON=sys.executable)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]

@@ -23,6 +23,9 @@ from llm_demo.job.parsing import (
 from llm_demo.job.text import counted
 
 MAX_STEPS = 99_999_999  # the names of checkpoints have eight digits
+MAX_TOKENS = 2**24  # of a row
+MAX_ROWS = 2**20  # of a rank in a step
+MAX_COUNT = 2**16  # rows of a micro-batch, micro-batches of a step, rank of adapters
 
 
 @dataclasses.dataclass
@@ -90,6 +93,7 @@ class DataArgs:
         0,
         "Length of a row in tokens. 0: 99 % of the documents fit, rounded up to a multiple of "
         "128, at most 4096 and the model's limit.",
+        at_most=MAX_TOKENS,
     )
     pack_sequences: bool = flag(True, "Pack whole documents into rows. Off: one per row, padded.")
     overlong: Literal["truncate", "split", "drop"] = flag("truncate", "Documents over --seq_len.")
@@ -126,14 +130,21 @@ class DataArgs:
 class TrainArgs:
     """Training"""
 
-    micro_batch_size: int = flag(1, "Rows per data-parallel rank in one pass.", at_least=1)
-    grad_accum_steps: int = flag(1, "Micro-batches per optimizer step.", at_least=1)
+    micro_batch_size: int = flag(
+        1, "Rows per data-parallel rank in one pass.", at_least=1, at_most=MAX_COUNT
+    )
+    grad_accum_steps: int = flag(
+        1, "Micro-batches per optimizer step.", at_least=1, at_most=MAX_COUNT
+    )
     max_steps: int = flag(0, "Optimizer steps. 0: as --num_epochs says.", at_most=MAX_STEPS)
     num_epochs: float | None = flag(
         None, "Passes if --max_steps is 0. Default: for about 100 steps.", at_most=1e9
     )
     lr: float | None = flag(
-        None, "Peak learning rate. Default: 2e-5; adapters: 2e-4; random: 1e-3.", positive=True
+        None,
+        "Peak learning rate. Default: 2e-5; adapters: 2e-4; random: 1e-3.",
+        positive=True,
+        at_most=1000,
     )
     weight_decay: float = flag(0.01, "Weight decay of AdamW. Not applied to norms and biases.")
     warmup_steps: int | None = flag(
@@ -191,7 +202,9 @@ class RunArgs:
     log_every: int = flag(1, "Optimizer steps between log lines.", at_least=1)
     eval_every: int = flag(0, "Steps between evaluations. 0: only before and after training.")
     early_stopping: int = flag(0, "End after so many evaluations without a better one. 0: never.")
-    eval_batch_size: int = flag(0, "Rows per rank in evaluation. 0: --micro_batch_size.")
+    eval_batch_size: int = flag(
+        0, "Rows per rank in evaluation. 0: --micro_batch_size.", at_most=MAX_COUNT
+    )
     sample_tokens: int | None = flag(
         None, "Tokens per sample answer at the end. 0: no samples. Default: 32, long rows: 0."
     )
@@ -236,6 +249,11 @@ class Args(RunArgs, TrainArgs, DataArgs, ModelArgs):
             raise UserError(f"--card {args.card[:80]} is what to estimate for: add --estimate")
         if args.card and args.card not in CARDS:
             raise UserError(f"--card {args.card[:80]}: choose from {', '.join(CARDS)}")
+        if (rows := args.micro_batch_size * args.grad_accum_steps) > MAX_ROWS:
+            raise UserError(
+                f"--micro_batch_size x --grad_accum_steps are {rows:,} rows a step: must be at "
+                f"most {MAX_ROWS:,}"
+            )
         if args.fp8 != "none" and args.dtype == "fp16":
             raise UserError(f"--fp8 {args.fp8} needs --dtype bf16, not fp16")
         if args.fp8 != "none" and args.router_aux_loss:

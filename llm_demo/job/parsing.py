@@ -11,6 +11,7 @@ import importlib.util
 import math
 import os
 import re
+import sys
 import textwrap
 import typing
 from pathlib import Path
@@ -24,7 +25,8 @@ NOT_VARIABLES = set(
     "continue_final_message tokenize sanitize_control_tokens padding truncation max_length "
     "return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
 )
-MAX_INT = 2**31 - 1  # upper bound of whole numbers without at_most
+# upper bounds of numbers without at_most: of whole numbers, and of others
+MAX_INT, MAX_REAL = 2**31 - 1, 10**9
 TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
 OF_OTHER_TRAINERS = {  # our flag: their names of it, unless they are spelt alike
     "micro_batch_size": ("batch_size", "train_batch_size"),
@@ -110,7 +112,7 @@ def bound_broken(rules: typing.Mapping, value: int | float) -> str:
     """What a number must be and is not; "" if there is nothing."""
     least, most = rules["at_least"], rules["at_most"]
     if most is None:
-        most = MAX_INT if isinstance(value, int) else math.inf
+        most = MAX_INT if isinstance(value, int) else MAX_REAL
     if not abs(value) < math.inf:
         return "be a finite number"
     if rules["positive"] and value <= 0:
@@ -121,6 +123,12 @@ def bound_broken(rules: typing.Mapping, value: int | float) -> str:
 
 
 class PlainParser(argparse.ArgumentParser):
+    def parse_known_args(self, args=None, namespace=None):
+        for word in sys.argv[1:] if args is None else args:
+            if re.fullmatch("--?[^=]+=--", word):  # argparse before 3.13 drops this value
+                raise UserError(f"{word}: -- is no value: set one behind =")
+        return super().parse_known_args(args, namespace)
+
     def error(self, message):  # argparse would print its usage first, which is long
         raise UserError(f"{message} (see --help)")
 
@@ -225,13 +233,29 @@ def scripts_with(name: str) -> list[str]:
 # ---------------------------------------------------------------- types for argparse
 
 
-def whole(at_least: int = 0):
-    """A whole number of at least this."""
+def whole(at_least: int = 0, at_most: int = MAX_INT):
+    """A whole number between these."""
 
     def parse(text: str) -> int:
         value = int(text) if re.fullmatch(r"\d{1,10}", text, re.ASCII) else -1
-        if not at_least <= value <= MAX_INT:
-            message = f"{text[:80]}: must be a whole number, {at_least} or more"
+        if not at_least <= value <= at_most:
+            message = f"{text[:80]}: must be a whole number from {at_least} to {at_most:,}"
+            raise argparse.ArgumentTypeError(message)
+        return value
+
+    return parse
+
+
+def real(at_most: float = MAX_REAL):
+    """A number above 0, at most this."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = 0.0
+        if not 0 < value <= at_most:
+            message = f"{text[:80]}: must be a number above 0, at most {at_most:,.0f}"
             raise argparse.ArgumentTypeError(message)
         return value
 
@@ -240,7 +264,7 @@ def whole(at_least: int = 0):
 
 def size(text: str) -> str:
     """A number of bytes with its unit."""
-    if not re.fullmatch(r"(?=.*[1-9])\d+(\.\d+)? ?[KMGT]B", text, re.I | re.ASCII):
+    if not re.fullmatch(r"(?=.*[1-9])\d{1,6}(\.\d{1,6})? ?[KMGT]B", text, re.I | re.ASCII):
         raise argparse.ArgumentTypeError(f"{text[:80]}: must be a size such as 500MB or 5GB")
     return text
 
