@@ -14,7 +14,8 @@ from pathlib import Path
 
 from llm_demo.core.errors import UserError
 from llm_demo.job.args import TrainArgs
-from llm_demo.job.inputs import find_here, refuse_absent
+from llm_demo.job.inputs import refuse_absent
+from llm_demo.job.local_model import find_here
 from llm_demo.job.parsing import PlainParser, choices, path_of, whole
 from llm_demo.job.process import early
 

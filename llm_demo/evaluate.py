@@ -18,7 +18,7 @@ from llm_demo.core.errors import UserError, printable
 from llm_demo.data.sources import find_files
 from llm_demo.job.args import DataArgs, TrainArgs
 from llm_demo.job.folder import refuse_inside_checkpoints, refuse_unwritable
-from llm_demo.job.inputs import find_here
+from llm_demo.job.local_model import find_here
 from llm_demo.job.parsing import PlainParser, choices, path_of, regex, whole
 from llm_demo.job.process import early
 

@@ -28,7 +28,7 @@ from llm_demo.core.errors import UserError
 from llm_demo.job import parsing
 from llm_demo.job.args import MAX_COUNT, MAX_TOKENS, SpreadArgs, TrainArgs, parse_args
 from llm_demo.job.cards import CARDS, NVLINK, PCIE, SUSTAINED
-from llm_demo.job.inputs import find_here
+from llm_demo.job.local_model import find_here
 from llm_demo.job.parsing import PlainParser, whole
 from llm_demo.job.process import command, early
 

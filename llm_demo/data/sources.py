@@ -23,14 +23,13 @@ from tqdm.utils import CallbackIOWrapper
 
 from llm_demo.core.errors import UserError
 from llm_demo.data.bad_rows import Bad
-from llm_demo.job.files import DECODER, digest
+from llm_demo.job.files import DECODER, LFS, digest
 from llm_demo.job.text import counted, words_of
 
 # searched for in a folder
 FILES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}  # and their names in PyArrow
 NOT_READ = (".xz", ".zip", ".bz2", ".7z", ".lz4", ".tar", ".tgz", ".xlsx")
-LFS = b"version https://git-lfs.github.com/spec/v1"
 HELD_OUT = re.compile(r"\.heldout\.")
 # Files of a folder that hold splits not for training, by their names on the hub.
 NOT_FOR_TRAINING = re.compile(

@@ -33,7 +33,7 @@ from llm_demo.core.optim import MOMENTS, PSGD
 from llm_demo.job.dist import from_rank0, on_all_ranks
 from llm_demo.job.files import PART, digest, disk_full, sync_folder, write_json, write_text
 from llm_demo.job.folder import published
-from llm_demo.job.inputs import refuse_deepspeed
+from llm_demo.job.local_model import refuse_deepspeed
 from llm_demo.job.process import read_text
 
 

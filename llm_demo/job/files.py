@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]  # the repository
+LFS = b"version https://git-lfs.github.com/spec/v1"  # how a pointer in place of a file begins
 PART = ".part-"  # name prefix of anything incomplete or being removed; never read
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

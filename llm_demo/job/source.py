@@ -23,7 +23,7 @@ from llm_demo.job.families import (
     position_limit,
     problems_of,
 )
-from llm_demo.job.inputs import FILES, find_here, refuse_adapter, refuse_pointers
+from llm_demo.job.local_model import FILES, find_here, refuse_adapter, refuse_pointers
 from llm_demo.job.parsing import template_variables
 from llm_demo.job.process import regular
 from llm_demo.job.text import words_of

@@ -24,7 +24,7 @@ from llm_demo.core.experts import FUSED, fused
 from llm_demo.core.four_bits import values_of
 from llm_demo.job import low_bits
 from llm_demo.job.files import hash_of
-from llm_demo.job.inputs import refuse_deepspeed
+from llm_demo.job.local_model import refuse_deepspeed
 from llm_demo.job.text import differences, watched, words_of
 
 SAMPLE = 4096  # bytes at the beginning, the middle and the end of a tensor
