@@ -1,6 +1,7 @@
 """Flags: by command line, environment and launcher; refused early; on the help's and docs' page."""
 
 import dataclasses
+import json
 import os
 import re
 import resource
@@ -281,6 +282,7 @@ SOON += [
     for program in (SCRIPTS[0], LAUNCHERS["fsdp"])
     for words, message in [
         ("--eval_json no.jsonl", "no such data file: no.jsonl"),
+        ("--eval_json full/bad.jsonl", "full/bad.jsonl:2: completion must be text, not null"),
         ("--model_name_or_path ./no", "no model at ./no"),
         ("--tokenizer_name_or_path ./no", "no model at ./no"),
         ("--chat_template no.jinja", "--chat_template no.jinja: No such file or directory"),
@@ -299,9 +301,11 @@ def test_help_and_what_is_missing_take_no_seconds(program, words, message, tmp_p
     """Of processor time, with all processes that are started: importing PyTorch takes 3 s."""
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file.jsonl").touch()
+    rows = [{"prompt": "a", "completion": text} for text in ("b", None)]
+    (tmp_path / "full/bad.jsonl").write_text("\n".join(map(json.dumps, rows)))
     python = "bash" if program.endswith(".sh") else sys.executable
     argv = program.split() if program.startswith("-m") else [str(ROOT / program)]
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "PYTHON")}
+    env = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "PYTHON")}
     paths = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(

@@ -2,6 +2,7 @@
 
 A check of what is there takes milliseconds, PyTorch and transformers take seconds, in each rank."""
 
+import dataclasses
 import errno
 import os
 from pathlib import Path
@@ -39,8 +40,9 @@ def heldout_file(args) -> str:
 
 
 def look(args, first_node: bool = True) -> None:
-    """Raise UserError if something is missing that a training script's flags name on this machine.
-    first_node: whether this one writes the run's folder and reads what is resumed."""
+    """Raise UserError if something that a training script's flags name on this machine is missing,
+    or is data with bad rows. first_node: whether this one writes the run's folder and reads what is
+    resumed."""
     if first_node:
         choose_folder(args, "")
         if args.resume and args.resume != "auto" and not Path(args.resume).is_dir():
@@ -55,6 +57,9 @@ def look(args, first_node: bool = True) -> None:
     train_json, _ = weighted(args.train_json, config, split)
     eval_json = heldout_file(args)
     quiet = lambda line: None  # noqa: E731
-    find_files(train_json, config, split, say=quiet)
-    if eval_json != "none":
-        find_files(eval_json, config, say=quiet)
+    train = find_files(train_json, config, split, say=quiet)
+    heldout = [] if eval_json == "none" else find_files(eval_json, config, say=quiet)
+    from llm_demo.data.check import check_rows  # imports numpy: after what needs none
+
+    check_rows(train, args)
+    check_rows(heldout, dataclasses.replace(args, skip_bad_rows=None))

@@ -255,8 +255,8 @@ def command(main: Callable[[], int | None]) -> None:
 
 def early(parse: Callable, check: Callable) -> None:
     """Call check(parse()) before slow imports: --help and bad input end the process here. Not on
-    other ranks than 0, which says the same."""
-    if os.environ.get("RANK", "0") == "0":
+    one of several ranks, whose launcher has done it."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         _in_one_line(lambda: check(parse()))
 
 
