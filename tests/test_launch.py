@@ -111,7 +111,7 @@ def test_a_flag_beats_the_environment_which_beats_the_defaults(repo, tmp_path, k
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     for name in ("my.jsonl", "held.jsonl"):
-        (elsewhere / name).touch()
+        (elsewhere / name).write_text('{"prompt": "a", "completion": "b"}')
     environ = {"LR": "1e-4", "SEQ_LEN": "512", "PACK_SEQUENCES": "false", "EVAL_JSON": "held.jsonl"}
     given = "--lr", "2e-5", "--train_json", "my.jsonl"
     output = run_shell(repo, kind, *given, cwd=elsewhere, **environ)
