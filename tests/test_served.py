@@ -20,7 +20,13 @@ QWEN3 = (
     "{{ '<|im_start|>assistant\n' }}"
     "{% if " + NO_THINKING + " %}{{ '<think>\n\n</think>\n\n' }}ELSE{% endif %}{% endif %}"
 )
-QWEN35 = QWEN3.replace("ELSE", "{% else %}{{ '<think>\n' }}")  # the prompt opens the block
+# The prompt opens the block; a variable writes a system turn.
+QWEN35 = (
+    "{% if style is defined %}{{ '<|im_start|>system\n' + style + '<|im_end|>\n' }}{% endif %}"
+    + QWEN3.replace("ELSE", "{% else %}{{ '<think>\n' }}")
+)
+STYLE = """--chat_template_kwargs={"style":"be"}"""
+STYLED = "system\nbe<|im_end|>\n<|im_start|>"
 QWEN3 = QWEN3.replace("ELSE", "")
 WORDS = ("red", "blue", "green", "white", "black", "brown", "pink", "grey")
 THINGS = ("a rose", "the sea", "grass", "snow", "coal", "a tree", "a pig", "a stone")
@@ -29,25 +35,30 @@ ANSWERS = [f"It is {word}." for word in WORDS]
 
 
 @pytest.mark.parametrize(
-    "template, learn_reasoning, asked",
-    [(QWEN3, "true", ""), (QWEN3, "false", BLOCK), (QWEN35, "true", "<think>\n")],
+    "template, flag, card, system, asked",
+    [
+        (QWEN3, "--learn_reasoning=true", "", "", ""),
+        (QWEN3, "--learn_reasoning=false", "| learn_reasoning | False |", "", BLOCK),
+        (QWEN35, STYLE, "chat_template_kwargs", STYLED, "<think>\n"),
+    ],
 )
-def test_answers_are_those_that_were_measured(template, learn_reasoning, asked, tmp_path):
+def test_answers_are_those_that_were_measured(template, flag, card, system, asked, tmp_path):
     rows = zip(QUESTIONS, ANSWERS, strict=True)
     lines = [json.dumps({"question": q, "answer": a}) for q, a in rows]
     (tmp_path / "x.jsonl").write_text("\n".join(lines))
     (tmp_path / "qwen.jinja").write_text(template)
     flags = (
         "--train_json x.jsonl --eval_json x.jsonl --chat_template qwen.jinja --output_dir run "
-        "--seq_len 64 --max_steps 40 --lr 5e-3 --micro_batch_size 4 --grad_accum_steps 1 "
-        f"--no_pack_sequences --export fp32 --learn_reasoning {learn_reasoning}"
+        "--seq_len 64 --max_steps 60 --lr 5e-3 --micro_batch_size 4 --grad_accum_steps 1 "
+        f"--no_pack_sequences --export fp32 {flag}"
     )
     env = {"PYTHON": python(), "NPROC_PER_NODE": "1"}
     done = run(["bash", LAUNCHERS["fsdp"], *flags.split()], cwd=tmp_path, **env)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert summary["eval_exact"]["40"] == 1
+    assert summary["eval_exact"]["60"] == 1
 
+    assert card in (tmp_path / "run/hf/README.md").read_text()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/hf")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run/hf", dtype=torch.float32)
     for question, answer in zip(QUESTIONS, ANSWERS, strict=True):
@@ -59,6 +70,7 @@ def test_answers_are_those_that_were_measured(template, learn_reasoning, asked, 
         )
         length = prompt["input_ids"].shape[1]
         text = tokenizer.decode(prompt["input_ids"][0])
+        assert text.startswith(f"<|im_start|>{system}user\n")
         assert text.endswith(f"<|im_start|>assistant\n{asked}")
         told = model.generate(
             **prompt, do_sample=False, max_new_tokens=30, eos_token_id=stop_tokens(tokenizer)
