@@ -1,9 +1,11 @@
 """Packed rows on disk, and a run's plan: windows, order, what it takes from a resumed run."""
 
 import json
+import math
 import re
 import shutil
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from llm_demo.core.errors import UserError
 from llm_demo.job.families import window_of, without_window
 from llm_demo.job.folder import settings_of
 from llm_demo.job.plan import decide_seq_len
+from llm_demo.job.run import best_of
 from llm_demo.job.source import load_config
 
 # ------------------------------------------------------------------ the cache
@@ -263,6 +266,8 @@ def test_early_stopping_ends_and_keeps_the_best(tmp_path, alone, capsys):
     assert [*evals()] == [0, 2, 4]  # not better than before training
     said = capsys.readouterr().out
     assert "early stopping: 2 evaluations without a better one" in said
+    assert "warning: training made the held-out loss no better than before it" in said
+    assert "exported run/checkpoints/step_00000002" in said  # as good as that of step 4
     assert (tmp_path / "run/checkpoints/latest").read_text() == "step_00000004\n"
     assert (tmp_path / "run/summary.json").exists() and (tmp_path / "run/hf").is_dir()
     alone(*flags, "1e-30", "--weight_decay", "0", "--resume", "auto")
@@ -272,6 +277,24 @@ def test_early_stopping_ends_and_keeps_the_best(tmp_path, alone, capsys):
     best = min(found, key=found.get)
     assert best and max(found) == best + 4
     assert f"exported run/checkpoints/step_{best:08d}" in said and "  export:" not in said
+    assert "no better than before" not in said and "is gone" not in said
+
+
+def test_the_best_of_the_saved_checkpoints_is_exported(tmp_path):
+    for step in (4, 8, 12):
+        (tmp_path / f"step_{step:08d}").mkdir()
+    newest, args = tmp_path / "step_00000012", SimpleNamespace(early_stopping=3)
+    none_better = [(0, 1.0), (4, 3.0), (8, 2.0), (10, 2.5), (12, math.nan)]
+    best, lines = best_of(args, none_better, newest)
+    assert best.name == "step_00000008" and len(lines) == 1
+    assert "no better than before it (1.0000): of the checkpoints in " in lines[0]
+    assert lines[0].endswith("step 8's is the best (2.0000)")
+    best, lines = best_of(args, [(0, 3.0), (2, 1.0), (4, 2.0), (8, 2.5), (12, 2.0)], newest)
+    assert best.name == "step_00000004" and len(lines) == 1
+    assert "the checkpoint of step 2, which has the lowest held-out loss (1.0000), is" in lines[0]
+    assert best_of(args, [(0, 3.0), (4, 2.0), (12, 2.5)], newest)[1] == []
+    assert best_of(args, [(0, 3.0)], newest) == (newest, [])
+    assert best_of(SimpleNamespace(early_stopping=0), none_better, newest) == (newest, [])
 
 
 def test_a_disk_that_cannot_hold_the_checkpoints(tmp_path, alone, capsys, monkeypatch):

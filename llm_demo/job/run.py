@@ -103,7 +103,7 @@ class Job:
         why = "is of the last step" if first == steps else "has stopped early (--early_stopping)"
         log.say(f"nothing left to train: {saver.path} {why}")
         if saver.continues and not args.dry_run:
-            best = best_of(args, self.records.history.evals, saver.path)
+            best = log.decided(best_of(args, self.records.history.evals, saver.path))
             export_last(self, best)
             if not summary.exists():
                 self.records.open()
@@ -133,7 +133,7 @@ def run(job: Job, engine) -> None:
     train(job, engine)
     history = job.records.history
     newest = job.saver.folder / f"step_{history.step:08d}"
-    best = best_of(args, history.evals, newest)
+    best = log.decided(best_of(args, history.evals, newest))
     export_last(job, best)
     show_answers(job, engine.next_tokens)
     finish(job, best)
@@ -160,11 +160,29 @@ def check_disk(job: Job) -> None:
         )
 
 
-def best_of(args: Args, evals: list[tuple[int, float]], newest: Path) -> Path:
-    """The checkpoint to export: with --early_stopping the one with the lowest held-out loss."""
-    evals = [(loss, step) for step, loss in evals if math.isfinite(loss)]
-    best = newest.with_name(f"step_{min(evals)[1]:08d}") if evals else newest
-    return best if args.early_stopping and best.is_dir() else newest
+def best_of(args: Args, evals: list[tuple[int, float]], newest: Path) -> tuple[Path, list[str]]:
+    """(the checkpoint to export, lines for the log): with --early_stopping the saved one with the
+    lowest held-out loss."""
+    losses = {step: loss for step, loss in evals if math.isfinite(loss)}
+    saved = {int(path.name[-8:]): path for path in published(newest.parent)}
+    measured = losses.keys() & saved.keys()
+    if not (args.early_stopping and measured):
+        return newest, []
+    best = min(measured, key=lambda step: (losses[step], step))
+    here = f"of the checkpoints in {newest.parent}, step {best}'s is the best ({losses[best]:.4f})"
+    lines = []
+    if 0 in losses and losses[best] >= losses[0]:
+        lines.append(
+            f"warning: training made the held-out loss no better than before it ({losses[0]:.4f}): "
+            f"{here}"
+        )
+    lowest = min(losses, key=losses.get)
+    if lowest and losses[lowest] < losses[best]:
+        lines.append(
+            f"warning: the checkpoint of step {lowest}, which has the lowest held-out loss "
+            f"({losses[lowest]:.4f}), is gone: {here}"
+        )
+    return saved[best], lines
 
 
 def refuse_experts(config) -> None:
