@@ -1,5 +1,6 @@
 """setup.sh, offline: what it picks on faked machines, and that it touches only what is its own."""
 
+import ast
 import hashlib
 import importlib.metadata
 import io
@@ -18,6 +19,7 @@ import pytest
 from conftest import ROOT, TINY
 
 PINS = dict(re.findall(r"^(\w+)==([^;\s]+)", (ROOT / "constraints.txt").read_text(), re.M))
+FLOORS = dict(re.findall(r"^(\w+)>=(\S+)", (ROOT / "requirements.txt").read_text(), re.M))
 PINS["numpy"] = "2.2.6" if sys.version_info < (3, 11) else PINS["numpy"]
 
 
@@ -122,14 +124,17 @@ def make_wheel(folder, name, version, requires=(), init=""):
 
 def fill(wheels):
     """A wheel of each thing set-up installs; of torch two, as bait for what must stay."""
-    # setuptools, packed from where it is installed, is the real one: it builds the project.
-    dist = importlib.metadata.distribution("setuptools")
-    with zipfile.ZipFile(wheels / f"setuptools-{dist.version}-py3-none-any.whl", "w") as z:
-        for file in dist.files:
-            if ".." not in file.parts and "__pycache__" not in file.parts:
-                z.write(file.locate(), file)
-    for name in "transformers datasets accelerate peft matplotlib numpy psutil".split():
-        make_wheel(wheels, name, PINS[name], ["torch>=2.8"] if name == "accelerate" else [])
+    # setuptools, which builds the project, and packaging, which it takes if it is there, are the
+    # real ones, packed from where they are installed.
+    for real in ("setuptools", "packaging"):
+        dist = importlib.metadata.distribution(real)
+        with zipfile.ZipFile(wheels / f"{real}-{dist.version}-py3-none-any.whl", "w") as z:
+            for file in dist.files:
+                if ".." not in file.parts and "__pycache__" not in file.parts:
+                    z.write(file.locate(), file)
+    for name in FLOORS.keys() - {"torch", "deepspeed", "packaging"}:
+        requires = ["torch>=2.8"] if name == "accelerate" else []
+        make_wheel(wheels, name, PINS.get(name, FLOORS[name]), requires)
     # DeepSpeed comes as source, and looks for torch while it is built.
     about = f"name='deepspeed', version='{PINS['deepspeed']}'"
     setup = (
@@ -427,3 +432,36 @@ def test_a_copy_of_the_package_says_how_to_install(tmp_path):
             f"error: llm_demo in {tmp_path} is a copy without fsdp/: run it from a clone of the "
             "repository, where you have run pip install -e .\n"
         )
+
+
+# what a feature needs that says so itself, or that comes with torch
+OPTIONAL = {"bitsandbytes", "fla", "flash_attn", "triton"}
+FOLDERS = "llm_demo", "fsdp", "pp", "zero", "fsdp_pp"
+SAFE = {  # versions that promises of docs/security.md rest on
+    "torch": (2, 6), "datasets": (4, 0), "jinja2": (3, 1, 6), "pyarrow": (14, 0, 1),
+    "peft": (0, 20),
+}  # fmt: skip
+
+
+def imported(file):
+    """The packages that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield node.module.partition(".")[0]
+
+
+def test_what_is_imported_is_required():
+    files = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")]
+    found = {name for file in files for name in imported(file)}
+    found -= {*sys.stdlib_module_names, *FOLDERS}
+    assert found - FLOORS.keys() == OPTIONAL
+    assert FLOORS.keys() <= found  # and nothing else
+
+
+def test_what_is_required_is_safe():
+    for name, version in SAFE.items():
+        assert tuple(map(int, FLOORS[name].split("."))) >= version, name
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    assert len(FLOORS) == sum(not line.startswith("#") for line in lines)  # each has a floor
