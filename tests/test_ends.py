@@ -390,6 +390,9 @@ def test_what_is_printed_holds_no_login(monkeypatch):
     done = run([sys.executable, "-m", "llm_demo.launch", *flags])
     assert done.returncode == 2 and "hunter" not in done.stdout + done.stderr
     assert "--train_json https://***@host/rows" in done.stdout.replace("'", "")
+    done = run([sys.executable, "-m", "llm_demo.check", "--json", "--output_dir", address])
+    assert done.returncode == 2 and "https://***@host/rows" in done.stderr, done.stderr
+    assert "hunter" not in done.stdout + done.stderr
     how = {"fresh": True, "MPLBACKEND": address}
     done = run([sys.executable, "-m", "llm_demo.report", "run"], **how)
     assert done.returncode == 2 and "https://***@host/rows" in done.stderr, done.stderr

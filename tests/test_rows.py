@@ -558,6 +558,19 @@ def hub(tmp_path, monkeypatch):
     sources._hub_rows.cache_clear()
 
 
+def test_no_script_of_a_dataset_is_run(tmp_path, hub, monkeypatch):
+    """Nor is a question asked on the terminal, as before datasets 4."""
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "y")
+    for file in (tmp_path / "repository").iterdir():
+        file.unlink()
+    script = tmp_path / "repository/repository.py"
+    script.write_text(f"open({str(tmp_path / 'marker')!r}, 'w')")
+    with pytest.raises(UserError, match="gsm8k:main:train: .*loading it from the hub failed"):
+        load("openai/gsm8k:main:train")
+    assert not (tmp_path / "marker").exists() and not asked
+
+
 def test_a_dataset_of_the_hub(tmp_path, hub, monkeypatch):
     monkeypatch.setenv("LLM_DEMO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("llm_demo.job.plan.once_per_node", lambda world, build: build())

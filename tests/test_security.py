@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, modeling_utils
 
-from llm_demo import evaluate, export, fit, report
+from llm_demo import chat, evaluate, export, fit, report
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
 from llm_demo.export import find_base
@@ -32,7 +32,7 @@ from llm_demo.job import checkpoint_files, saver
 from llm_demo.job.folder import choose_folder
 from llm_demo.job.model_folder import describe_model, find_source, load_model
 from llm_demo.job.source import find_model, load_config, load_tokenizer
-from llm_demo.job.weights_files import open_weights
+from llm_demo.job.weights_files import open_weights, weights_in
 
 WORLD = World(0, 1, 0, torch.device("cpu"))
 pytestmark = pytest.mark.usefixtures("alone")
@@ -241,6 +241,7 @@ ODD = {
     "bytes": (bytes_item, "BytesStorageMetadata, which no checkpoint"),
     "above": (rename("__0_0", "../../../__0_0"), "refused: it names '../../../__0_0.distcp'"),
     "absolute": (rename("__0_0.distcp", "/etc/passwd"), "refused: it names '/etc/passwd'"),
+    "another": (rename("__0_0.distcp", "trainer.json"), "refused: it names 'trainer.json'"),
     "sizes": (set_sizes("abc"), "is damaged"),
     "negative": (set_sizes(torch.Size([-1])), "is damaged"),
     "none": (no_storage, "is damaged"),
@@ -460,7 +461,12 @@ def merge_into_it(model):
     find_base(model, {"base": {}}, str(model))
 
 
-USES = (train_on, evaluate_it, fit_it, merge_into_it)
+def chat_with_it(model):
+    flags = chat.make_parser().parse_args([str(model)])
+    chat.load(flags, model.parent / "work")
+
+
+USES = (train_on, evaluate_it, fit_it, merge_into_it, chat_with_it)
 
 
 def refused_by_all(uses, model, message):
@@ -512,7 +518,9 @@ def test_a_configuration_that_names_a_kernel_is_refused(key, model, folder, monk
         monkeypatch.setattr(modeling_utils, name, load)
     for file in (model / "config.json", folder.parent.parent / "model/config.json"):
         file.write_text(json.dumps(json.loads(file.read_text()) | {key: ELSEWHERE[key]}))
-    refused_by_all((train_on, evaluate_it, fit_it), model, f"config.json: _?{key}.*: remove it")
+    refused_by_all(
+        (train_on, evaluate_it, fit_it, chat_with_it), model, f"config.json: _?{key}.*: remove it"
+    )
     with pytest.raises(UserError, match="model/config.json: .*: remove it"):
         export_of(folder)
 
@@ -577,6 +585,16 @@ def test_weights_of_other_formats_are_refused(tmp_path):
         with pytest.raises(UserError, match="weights must be model.safetensors"):
             open_weights(tmp_path)
         (tmp_path / name).unlink()
+
+
+@pytest.mark.parametrize("reader", [open_weights, lambda folder: weights_in([*folder.iterdir()])])
+def test_weights_are_no_pickle_whatever_their_name(reader, tmp_path):
+    """Of a model, and of a base in 4 bits in the cache."""
+    payload = Command(os.system, f"touch {tmp_path}/marker")
+    torch.save(payload, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="model.safetensors is damaged or incomplete"):
+        reader(tmp_path)
+    assert not (tmp_path / "marker").exists()
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "part"])
