@@ -151,7 +151,7 @@ def test_one_of_a_thing_is_said_in_the_singular(tmp_path):
     said.append(describe_split([1, 1], [0, 1], Qwen3Config(num_hidden_layers=2), 1, 128, False))
     for part in (
         "batch: 1 row x 1 accumulated x 1 data-parallel = 1 row = 128 token slots",
-        "steps: 1 = 1.00 epochs of 1 row; ", ", 1 step of warm-up", "the run of 1 step: ",
+        "steps: 1 = 1 pass over 1 row; ", ", 1 step of warm-up", "the run of 1 step: ",
         "stage 0: 1 block ", "stage 1: 1 block + head ",
     ):  # fmt: skip
         assert any(part in line for line in said), part

@@ -7,7 +7,7 @@ import runpy
 import sys
 
 import pytest
-from conftest import ROOT, run
+from conftest import ROOT, logged, run
 from test_next_steps import paste
 
 LAUNCHERS = {"fsdp": ROOT / "fsdp/launch_fsdp.sh", "pp": ROOT / "pp/launch_pp.sh"}
@@ -118,6 +118,19 @@ def test_a_first_run_begins_to_learn(tmp_path):
     ((loss, share),) = re.findall(row, table)
     assert float(loss) == pytest.approx(after["eval/loss"], rel=0.1)  # of bf16 weights
     assert float(share) / 100 == pytest.approx(after["eval/exact"], abs=0.05)
+
+
+def test_one_process_and_two_take_the_same_steps(tmp_path):
+    """Of 16 rows: the losses that the README prints hold on one GPU, too."""
+    found = []
+    for count in ("1", "2"):
+        done = run(["bash", LAUNCHERS["fsdp"]], cwd=tmp_path, PYTHON=sys.executable,
+                   NPROC_PER_NODE=count, OUTPUT_DIR=count, MAX_STEPS="5", LOG_EVERY="1",
+                   EVAL_JSON="none", SAMPLE_TOKENS="0", SAVE="false")  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert f" x {count} data-parallel = 16 rows = 1,024 token slots a step" in done.stdout
+        found.append([record["train/loss"] for record in logged(tmp_path / count)])
+    assert len(found[0]) == 5 and found[0] == pytest.approx(found[1], rel=1e-5)
 
 
 def evaluations(done, folder):

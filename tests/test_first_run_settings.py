@@ -6,7 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, flags_of, no_ranks, printed_flags
+from conftest import LAUNCHERS, ROOT, flags_of, no_ranks, printed_flags
+
+from llm_demo.launch import settings
 
 SHELLS = ["fsdp/launch_fsdp.sh", "pp/launch_pp.sh"]
 SETTINGS = ("TRAIN_JSON", "MODEL", "SEQ_LEN", "MAX_STEPS", "NUM_EPOCHS", "LR", "LOG_EVERY")
@@ -83,3 +85,62 @@ def test_what_is_asked_for_beats_the_bundled_settings(shell, from_shell, monkeyp
         found = from_shell(shell, *flags, **environ)
         assert (found["max_steps"], found["num_epochs"]) == ("9", "2")
     assert "max_steps" not in from_script(monkeypatch, "--num_epochs", "2")
+
+
+def batch_of(kind, processes, *flags, **environ):
+    """(micro-batch size, accumulation, what is said) of a launcher on so many processes."""
+    script, defaults = settings.read_launcher(LAUNCHERS[kind])
+    values = {name: environ.get(name, value) for name, value in defaults.items()}
+    words, first_run = settings.flags_of(script, values, environ, list(flags))
+    command, line = [str(script), *words], ""
+    parsed = settings.check_flags(command)
+    parsed.check_processes(processes)
+    if first_run:
+        command, line = settings.with_rows_of_two(command, parsed, processes)
+        parsed = settings.check_flags(command)
+    return parsed.micro_batch_size, parsed.grad_accum_steps, line
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "zero"])
+def test_a_step_of_the_bundled_run_has_16_rows_on_any_number_of_processes(kind):
+    expected = {1: (4, 4), 2: (4, 2), 4: (4, 1), 8: (2, 1), 16: (1, 1)}
+    assert {n: batch_of(kind, n)[:2] for n in expected} == expected
+    assert not any(batch_of(kind, n)[2] for n in expected)
+    expected = {3: (3, 2, 18), 5: (4, 1, 20), 6: (3, 1, 18), 9: (2, 1, 18), 20: (1, 1, 20)}
+    for n, (micro, accum, rows) in expected.items():
+        line = f"batch: {rows} rows a step, not 16, which {n} processes can't share equally"
+        assert batch_of(kind, n) == (micro, accum, line)
+
+
+@pytest.mark.parametrize("kind", ["pp", "fsdp_pp"])
+def test_a_pipeline_keeps_its_micro_batches(kind):
+    expected = {2: (4, 4), 4: (2, 4), 8: (1, 4), 16: (1, 4)}
+    assert {n: batch_of(kind, n)[:2] for n in expected} == expected
+    assert "32 rows a step, not 16" in batch_of(kind, 16)[2] and not batch_of(kind, 8)[2]
+    assert batch_of(kind, 1, "--stages", "1") == (4, 4, "")
+    assert batch_of(kind, 4, STAGES="4") == (4, 4, "")
+    if kind == "pp":
+        assert batch_of(kind, 4, "--schedule", "dualpipev") == (2, 4, "")
+
+
+def test_ranks_that_share_rows_count_once():
+    assert batch_of("fsdp", 4, "--tensor_parallel", "2") == (4, 2, "")
+    assert batch_of("fsdp", 2, "--sequence_parallel", "2") == (4, 4, "")
+    assert batch_of("fsdp_pp", 4, "--tensor_parallel", "2") == (4, 4, "")
+
+
+def test_a_batch_that_is_asked_for_and_other_data_keep_theirs():
+    assert batch_of("fsdp", 1, GRAD_ACCUM_STEPS="1") == (4, 1, "")
+    assert batch_of("fsdp", 1, "--micro_batch_size", "2") == (2, 2, "")
+    assert batch_of("fsdp", 1, MICRO_BATCH_SIZE="") == (1, 2, "")
+    assert batch_of("fsdp", 1, TRAIN_JSON="my.jsonl") == (4, 2, "")
+    assert batch_of("fsdp", 1, "--model_name_or_path", "my") == (4, 2, "")
+    assert batch_of("fsdp", 1, MAX_STEPS="5") == (4, 4, "")
+
+
+def test_the_debuggers_entry_has_the_batch_of_one_process(monkeypatch):
+    ours = from_script(monkeypatch)
+    assert (ours["micro_batch_size"], ours["grad_accum_steps"]) == ("4", "4")
+    ours = from_script(monkeypatch, "--train_json", "my.jsonl")
+    assert (ours["micro_batch_size"], ours["grad_accum_steps"]) == ("4", "2")
+    assert "learning_rate" in from_script(monkeypatch, "--learning_rate", "1")  # refused later

@@ -175,8 +175,18 @@ def test_the_debugger_entry_takes_the_launchers_defaults(repo, monkeypatch, caps
     single = flags_of(line["argv"])
     assert single.pop("seed") == "7"
     # The same rows in a step: 1 process x 4 micro-batches instead of 2 x 2.
-    assert int(single.pop("grad_accum_steps")) == 2 * int(launcher.pop("grad_accum_steps"))
+    assert (single.pop("grad_accum_steps"), launcher.pop("grad_accum_steps")) == ("4", "2")
     assert single == launcher
+
+
+def test_the_bundled_run_has_the_same_rows_on_any_number_of_processes(repo):
+    for count, batch in ((1, ("4", "4")), (3, ("3", "2"))):
+        output = run_shell(repo, "fsdp", NPROC_PER_NODE=str(count))
+        ranks = [flags_of(rank["argv"]) for rank in shown(output)]
+        assert [(r["micro_batch_size"], r["grad_accum_steps"]) for r in ranks] == [batch] * count
+        (command,) = (line for line in output.splitlines() if line.startswith("+ "))
+        assert "--micro_batch_size {} --grad_accum_steps {} ".format(*batch) in command
+        assert ("batch: 18 rows a step, not 16, which 3 processes" in output) == (count == 3)
 
 
 def test_each_rank_is_told_its_place(script):

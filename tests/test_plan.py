@@ -206,12 +206,12 @@ def test_small_data_gets_about_100_steps(tmp_path, alone, capsys):
     steps = settings["max_steps"]
     assert 90 <= steps <= 110 and settings["warmup_steps"] == min(10, steps // 10)
     said = capsys.readouterr().out
-    assert f"num_epochs: {settings['num_epochs']:g}, for about 100 steps" in said
+    assert f"passes over the data: {settings['num_epochs']:g}, for about 100 steps" in said
     found = losses(tmp_path / "run")
     assert found[-1] < 0.6 * found[0]
     alone(*flags, "--resume", "run", "--output_dir", "again", "--dry_run")
     said = capsys.readouterr().out
-    assert "num_epochs" not in said and f"steps: {steps} = " in said
+    assert "passes over the data" not in said and f"steps: {steps} = " in said
 
 
 def test_passes_over_small_data_have_bounds(tmp_path, alone, capsys):
@@ -220,12 +220,12 @@ def test_passes_over_small_data_have_bounds(tmp_path, alone, capsys):
     flags = [*small(tmp_path), "--dry_run"]
     alone(*flags, "--micro_batch_size", "4", "--grad_accum_steps", "64")
     said = capsys.readouterr().out
-    assert "num_epochs: 100, for about 100 steps (from 1 to 100)" in said
+    assert "passes over the data: 100, for about 100 steps (at most 100 passes;" in said
     MistralForCausalLM(MistralConfig(**SIZES)).save_pretrained(tmp_path / "model")
     alone(*flags, "--micro_batch_size", "4", "--grad_accum_steps", "8")
     said = capsys.readouterr().out
-    assert "num_epochs: 10, for about 100 steps (from 1 to 10)" in said
-    steps = int(re.search(r"steps: (\d+) = 10.00 epochs", said)[1])
+    assert "passes over the data: 10, for about 100 steps (at most 10 passes;" in said
+    steps = int(re.search(r"steps: (\d+) = 10 passes over", said)[1])
     few = re.search(rf"steps: only {steps}; MICRO_BATCH_SIZE=(\d) GRAD_ACCUM_STEPS=1 makes", said)
     alone(*flags, "--micro_batch_size", few[1], "--grad_accum_steps", "1")
     assert 30 <= int(re.search(r"steps: (\d+) = ", capsys.readouterr().out)[1]) <= 60

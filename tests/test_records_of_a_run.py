@@ -1,5 +1,6 @@
 """The numbers of a step, which a device copies to the host while the host goes on."""
 
+import re
 from types import SimpleNamespace
 
 import torch
@@ -13,9 +14,10 @@ from llm_demo.job.args import parse_args
 from llm_demo.job.records import (
     TIMES,
     Records,
-    fit_terminal,
+    beyond_terminal,
     summarise,
     timed_while_profiled,
+    without,
 )
 
 WORLD = World(0, 1, 0, torch.device("cpu"))
@@ -112,16 +114,52 @@ def test_medians_are_of_the_steps_since_the_last_start():
 def test_a_line_fits_the_terminal(monkeypatch):
     fields = ["step 1234/5000", "loss 1.2345", "load 1.3x", "gnorm 12.34", "lr 2.0e-05"]
     fields += ["1234 ms (comm 123)", "123.4k tok/s (12.3k labels)", "mfu 45.6%", "mem 76.5 GiB"]
-    fields.append("eta 12:34:56")
-    assert fit_terminal(fields) == " | ".join(fields)  # written to a file
+    fields.append("eta 1:34:56")
+    assert beyond_terminal(fields) == ()  # written to a file
     monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: True))
-    for columns in (200, 120, 80):
+
+    def shown(columns):
         monkeypatch.setenv("COLUMNS", str(columns))
-        line = fit_terminal(fields)
+        line = " | ".join(without(fields, beyond_terminal(fields)))
         assert len(line) <= columns
-        for kept in ("step 1234/5000", "loss 1.2345", "1234 ms", "123.4k tok/s", "eta 12:34:56"):
-            assert kept in line
-    assert "| 123.4k tok/s | mfu 45.6% | eta" in line
+        return line
+
+    always = ("step 1234/5000", "loss 1.2345", "1234 ms", "mem 76.5 GiB", "eta 1:34:56")
+    lines = {columns: shown(columns) for columns in (200, 150, 140, 110, 95, 82, 80)}
+    assert all(part in line for line in lines.values() for part in always)
+    assert lines[200] == " | ".join(fields)
+    assert lines[150] == lines[200].replace(" (12.3k labels)", "")
+    assert lines[140] == lines[150].replace(" (comm 123)", "")
+    assert lines[110] == lines[140].replace("load 1.3x | gnorm 12.34 | ", "")
+    assert lines[95] == lines[110].replace("mfu 45.6% | ", "")
+    assert lines[82] == lines[95].replace("lr 2.0e-05 | ", "")
+    assert lines[80] == lines[82].replace("123.4k tok/s | ", "")
+
+
+def test_every_line_of_a_run_has_the_same_columns(monkeypatch):
+    """Those for which the first line had room, with the last step's number."""
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setenv("COLUMNS", "71")
+    timer, records, _, said = a_run(1000)
+    monkeypatch.setattr(records.log, "say", lambda text, shown=None: said.append(shown or text))
+    for step in (1, 2):
+        add(timer, records, step)
+    monkeypatch.setenv("COLUMNS", "200")  # the window is made wider
+    add(timer, records, 3)
+    records.flush()
+    names = [re.sub(r"[\d.:-]+", "0", line) for line in said if line.startswith("step")]
+    assert len(names) == 3 and len({*names}) == 1
+    assert "mem" in names[0] and "labels" not in names[0] and "comm" not in names[0]
+
+
+def test_a_step_is_logged_before_its_evaluation():
+    timer, records, recorded, said = a_run(3)
+    add(timer, records, 1)
+    add(timer, records, 2)
+    records.add_eval(2, 1.5, 1, 2)
+    assert [line[:20] for line in said[-2:]] == [said[-2][:20], "step 2/3 | held-out "]
+    assert said[-2].startswith("step 2/3 | loss ")
+    assert [record["step"] for record in recorded] == [1, 2, 2] and "eval/loss" in recorded[-1]
 
 
 def test_a_step_that_waited_for_the_allocator_says_so_once(monkeypatch):

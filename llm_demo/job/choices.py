@@ -365,8 +365,10 @@ def decide_compute(
     attn_impl, rejected = ask(
         lambda: choose_attention(args.attn_impl, device, dtype, heads, single, None, longest, among)
     )
-    lines = [f"attention: not {reason}" for reason in rejected]
-    lines.append(f"attention: {attn_impl}" + " (as requested)" * (args.attn_impl != "auto"))
+    why = "; ".join(f"not {reason}" for reason in rejected)
+    if args.attn_impl != "auto":
+        why = "as requested"
+    lines = [f"attention: {attn_impl}" + (f" ({why})" if why else "")]
     product, problem = "looped", None
     if experts_of(config):
         if args.activation_memory_budget < 1:

@@ -49,7 +49,8 @@ class Log:
         self.settings |= settings
 
     def say(self, text: str, shown: str | None = None) -> None:
-        """Print a line on rank 0 and write it to train.log. shown: what to print instead of it."""
+        """Print a line on rank 0 and write it to train.log. shown: what to print instead of it; "":
+        nothing."""
         if not self.is_main:
             return
         text = printable(without_given_secrets(text))
@@ -58,7 +59,8 @@ class Log:
         else:
             with self.writing():
                 print(text, file=self.file, flush=True)
-        print(shown or text, flush=True)
+        if shown != "":
+            print(shown or text, flush=True)
 
     def decided(self, decision: tuple):
         """The value of a decision, whose lines are logged. decision: (value, lines)."""

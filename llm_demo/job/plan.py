@@ -105,7 +105,7 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
     refuse(config): raises one for a model that the script can't train, before data is read, as is
     done for a --resume that names no checkpoint of this model."""
     say, tell = log.say, log.decided
-    say(f"command: {shlex.join([sys.executable, *sys.argv])}")
+    say(f"command: {shlex.join([sys.executable, *sys.argv])}", shown="")  # the user knows it
     device, dtype = tell(prepare_device(args, world))
     same_on_all_nodes(world, same_flags(args))
     earlier = from_rank0(world, lambda: settings_of(args.resume, log.folder))
@@ -202,7 +202,10 @@ def load_data(
     heldout = once_per_node(world, functools.partial(load, eval_json, train.seq_len))
     learnt, asked = map(contents, (train, heldout))
     for path in sorted(path for path, content in asked.items() if content in learnt.values()):
-        say(f"held-out: {path} is also in the training data, so its loss is not a held-out loss")
+        say(
+            f"warning: {path} is held out and also in the training data: its held-out loss and "
+            "exact answers are those of rows that are learnt"
+        )
     return train, heldout, eval_json
 
 
@@ -310,7 +313,10 @@ def decide_horizon(
     epochs, chosen = args.num_epochs, not args.max_steps and args.num_epochs is None
     if chosen and not (epochs := float(earlier.get("num_epochs") or 0)):
         epochs = min(usual[2], max(1, round(ABOUT_STEPS * global_batch / n_rows)))
-        lines.append(f"num_epochs: {epochs}, for about {ABOUT_STEPS} steps (from 1 to {usual[2]})")
+        lines.append(
+            f"passes over the data: {epochs}, for about {ABOUT_STEPS} steps (at most {usual[2]} "
+            "passes; --num_epochs sets them)"
+        )
     if weights:
         train = mixed(math.ceil(epochs or 1), args.max_steps * global_batch)
         lines += shares_of_files(train, weights)
@@ -324,9 +330,10 @@ def decide_horizon(
     if warmup is None:
         warmup = earlier.get("warmup_steps", min(10, max_steps // 10))
     why = "" if args.lr else f" (the default for {usual[1]})"
-    rows = min(max_steps * global_batch, n_total or math.inf)
+    passes = round(min(max_steps * global_batch, n_total or math.inf) / n_rows, 2)
+    passes = f"{passes:g} {'pass' if passes == 1 else 'passes'}"
     lines.append(
-        f"steps: {max_steps} = {rows / n_rows:.2f} epochs of {counted(n_rows, 'row')}; "
+        f"steps: {max_steps} = {passes} over {counted(n_rows, 'row')}; "
         f"lr {lr:g}{why}, {counted(warmup, 'step')} of warm-up, then {args.lr_scheduler}"
     )
     if warmup >= max_steps:

@@ -75,6 +75,7 @@ class Records:
         self.pending = None  # a logged step that is not read yet
         self.bad_steps, self.unchecked, self.copied = 0, [], []
         self.warned = False
+        self.hidden = None  # what no line of a step shows; known once there is one
         steps = parse_steps(args.profile_steps)
         self.profiler, self.figures = None, None
         if steps and not first_step < steps[0] <= steps[1] <= max_steps:
@@ -125,6 +126,7 @@ class Records:
 
     def add_eval(self, step: int, loss: float, right: int, rows: int) -> None:
         """Log an evaluation. right: held-out rows answered exactly."""
+        self.flush()
         self.history.evals.append((step, loss))
         self.history.exact.append((step, right / rows))
         self.log.record({"step": step, "eval/loss": loss, "eval/exact": right / rows})
@@ -216,7 +218,9 @@ class Records:
                 f"Use less memory: {less_memory(self.args)}"
             )
         fields = self._fields(record)
-        self.log.say(" | ".join(fields), shown=fit_terminal(fields))
+        if self.hidden is None:
+            self.hidden = beyond_terminal([f"step {self.max_steps}/{self.max_steps}", *fields[1:]])
+        self.log.say(" | ".join(fields), shown=" | ".join(without(fields, self.hidden)))
 
     def _fields(self, r: dict) -> list[str]:
         """The parts of the line of a step."""
@@ -267,15 +271,26 @@ class Records:
             )
 
 
-def fit_terminal(fields: list[str]) -> str:
-    """The fields in one line, without those that matter least if the terminal is narrower."""
+# Parts of the line of a step that a narrow terminal does not show, the first to go first.
+DETAILS = (
+    r" \(.* labels\)", r" \(comm .*\)", "load .*", "gnorm .*", "mfu .*", "lr .*", ".* tok/s.*",
+    "mem .*",
+)  # fmt: skip
+
+
+def beyond_terminal(fields: list[str]) -> tuple[str, ...]:
+    """Those of DETAILS for which the terminal has no room in a line of these fields."""
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
-    details = r" \(.* labels\)", r" \(comm .*\)", "lr .*", "mem .*", "gnorm .*", "load .*", "mfu .*"
+    counts = range(len(DETAILS))
+    fits = (n for n in counts if len(" | ".join(without(fields, DETAILS[:n]))) <= columns)
+    return DETAILS[: next(fits, len(DETAILS))]
+
+
+def without(fields: list[str], details: Iterable[str]) -> list[str]:
+    """The fields without these details."""
     for detail in details:
-        if len(" | ".join(fields)) > columns:
-            fields = [re.sub(f"^{detail}|{detail}$", "", field) for field in fields]
-            fields = [field for field in fields if field]
-    return " | ".join(fields)
+        fields = [re.sub(f"{detail}$", "", field) for field in fields]
+    return [field for field in fields if field]
 
 
 def _kilo(n: float) -> str:
@@ -333,7 +348,7 @@ def summarise(
     comm = times_of_ranks["perf/comm_ms"]
     row = (
         settings["micro_batch_size"], settings["grad_accum_steps"],
-        "T" if settings["use_activation_checkpointing"] else "F", settings["dtype"].upper(),
+        "T" if settings["use_activation_checkpointing"] else "F", settings["dtype"],
         f"{medians['step_ms']:.0f}", f"{max(comm):.0f}" if comm else "n/a",
         f"{medians['slots_per_s']:.0f}", " / ".join(f"{m:.1f}" for m in peaks_of(records[-1])),
     )  # fmt: skip

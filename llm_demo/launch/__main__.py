@@ -37,7 +37,7 @@ from llm_demo.job.process import (
 )
 from llm_demo.job.text import counted
 from llm_demo.launch import nodes
-from llm_demo.launch.settings import check_flags, flags_of, without_effect
+from llm_demo.launch.settings import check_flags, flags_of, with_rows_of_two, without_effect
 
 LOOPBACK = "127.0.0.1"
 PER_CORE = 32  # processes for each CPU core: more than anyone tries, few enough to start
@@ -120,9 +120,9 @@ def set_defaults(processes: int) -> None:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
-def launch(command: list[str]) -> int:
+def launch(command: list[str], by_launcher: bool = False, first_run: bool = False) -> int:
     """Run a script with its flags in all ranks of this node. Returns the exit code. Raises
-    UserError before that for what can't work."""
+    UserError before that for what can't work. by_launcher, first_run: see command_of."""
     if not Path(command[0]).is_file():
         raise UserError(f"no script {command[0]}")
     refuse_other_clone(command[0])
@@ -144,27 +144,38 @@ def launch(command: list[str]) -> int:
         hello = {"node": node.rank, "nodes": node.nodes, "processes": node.processes}
         hello["facts"] = nodes.facts_of(Path(command[0]))
         total = nodes.meet(node.addr, node.port, nodes.time_left(node.wait), hello, node.listener)
+    line = ""
     if flags:
         flags.check_processes(total)
+        if first_run:
+            command, line = with_rows_of_two(command, flags, total)
+    if by_launcher:
+        show(command)
+    if line:
+        print(line, flush=True)
     return ranks.start(node, command)
 
 
-def command_of(words: list[str]) -> list[str]:
-    """The script and its flags, from this program's arguments. Prints them if settings are among
-    those, and warns of variables without effect."""
+def show(command: list[str]) -> None:
+    """Print what a launcher's settings have become."""
+    print(f"+ {shlex.join([sys.executable, '-m', 'llm_demo.launch', *command])}", flush=True)
+
+
+def command_of(words: list[str]) -> tuple[list[str], bool, bool]:
+    """(the script and its flags, whether settings are among this program's arguments, whether they
+    are the bundled run's: see flags_of). Warns of variables without effect."""
     if words[0] in ("torchrun", "deepspeed") and words[1:]:  # in cmd.sh of earlier runs
         words = words[1:]
     if words[0] != "--settings" or "--" not in words:
-        return words
+        return words, False, False
     end, environ = words.index("--"), dict(os.environ)
     settings = dict(word.split("=", 1) for word in words[1:end])
     script, *given = words[end + 1 :]
-    command = [script, *flags_of(Path(script), settings, environ, given)]
-    if not {"-h", "--help"} & {*command}:
+    flags, first_run = flags_of(Path(script), settings, environ, given)
+    if not {"-h", "--help"} & {*flags}:
         for line in without_effect(Path(script), environ):
             print(f"warning: {line}", file=sys.stderr)
-        print(f"+ {shlex.join([sys.executable, '-m', 'llm_demo.launch', *command])}", flush=True)
-    return command
+    return [script, *flags], True, first_run
 
 
 def main() -> int:
@@ -176,7 +187,7 @@ def main() -> int:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.CRITICAL)  # in this process only, not in its children
-    return launch(command_of(sys.argv[1:]))
+    return launch(*command_of(sys.argv[1:]))
 
 
 if __name__ == "__main__":

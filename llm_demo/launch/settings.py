@@ -9,15 +9,18 @@ pp/launch_pp.sh, but none for fsdp/launch_fsdp.sh or `python fsdp/train_fsdp.py`
 import ast
 import dataclasses
 import difflib
+import math
 import re
 from pathlib import Path
 
 from llm_demo.job.args import SHARED, parse_args
 from llm_demo.job.parsing import env_of, groups_of, own_fields, scripts_with, shown
+from llm_demo.job.text import counted
 
 # For the bundled model and data: these settings replace empty ones that the environment lacks.
 BUNDLED = {"MODEL": "models/qwen3-tiny", "TRAIN_JSON": "data/first_run.jsonl"}
 FIRST_RUN = {"SEQ_LEN": "64", "MAX_STEPS": "180", "LR": "2e-3", "LOG_EVERY": "10"}
+BATCH = ("MICRO_BATCH_SIZE", "GRAD_ACCUM_STEPS")
 
 
 def check_flags(command: list[str]):
@@ -37,9 +40,12 @@ def names_of(script: Path) -> dict[str, str]:
     return {env_of(field): field.name for field in fields if env_of(field)}
 
 
-def flags_of(script: Path, settings: dict, environ: dict, given: list[str]) -> list[str]:
-    """A training script's flags: those from the settings and the environment, followed by those of
-    the command line, which win."""
+def flags_of(
+    script: Path, settings: dict, environ: dict, given: list[str]
+) -> tuple[list[str], bool]:
+    """(a training script's flags: those from the settings and the environment, followed by those of
+    the command line, which win; whether `with_rows_of_two` applies: the bundled model and data, and
+    no batch that the user has set)."""
     names = names_of(script)
     words = [word.split("=")[0] for word in given if word.startswith("--")]
     named = {word[2:].replace("-", "_") for word in words}
@@ -47,16 +53,46 @@ def flags_of(script: Path, settings: dict, environ: dict, given: list[str]) -> l
 
     root = script.parent.parent
     bundled = all(values.get(name) == f"{root}/{path}" for name, path in BUNDLED.items())
-    if bundled and not named & {names[name] for name in BUNDLED}:
+    bundled = bundled and not named & {names[name] for name in BUNDLED}
+    if bundled:
         missing = [name for name in FIRST_RUN if not values.get(name) and name not in environ]
         values |= {name: FIRST_RUN[name] for name in missing}
     # A number of epochs replaces the default number of steps.
     if "num_epochs" in named or values.get("NUM_EPOCHS") and "MAX_STEPS" not in environ:
         values["MAX_STEPS"] = ""
 
+    own_batch = any(
+        name in environ or names[name] in named or not values.get(name) for name in BATCH
+    )
     # what the command line sets is left out: it wins
     set_by_name = [(f, values.get(name)) for name, f in names.items() if f not in named]
-    return [word for flag, value in set_by_name if value for word in (f"--{flag}", value)] + given
+    flags = [word for flag, value in set_by_name if value for word in (f"--{flag}", value)]
+    return flags + given, bundled and not own_batch
+
+
+def with_rows_of_two(command: list[str], flags, processes: int) -> tuple[list[str], str]:
+    """(the command with a batch for this number of processes, a line or ""): a step has as many
+    rows as with the launcher's settings on two processes, 16, or the nearest number above that the
+    processes can share. flags: those of the command, as parsed."""
+    pipeline = hasattr(flags, "stages")
+    stages = flags.stages if pipeline else 1
+    same = stages * flags.sequence_parallel * flags.tensor_parallel  # ranks with the same rows
+    parallel = max(1, processes // same)
+    micro, accum = flags.micro_batch_size, flags.grad_accum_steps
+    rows = micro * accum * (1 if pipeline else 2)
+    each = math.ceil(rows / parallel)
+    if pipeline:  # it needs its micro-batches
+        micro = math.ceil(each / accum)
+    else:
+        micro = max(n for n in range(1, micro + 1) if each % n == 0)
+        accum = each // micro
+    command = command.copy()
+    for flag, value in (("--micro_batch_size", micro), ("--grad_accum_steps", accum)):
+        command[command.index(flag) + 1] = str(value)
+    if (now := micro * accum * parallel) == rows:
+        return command, ""
+    count = counted(processes, "process", "processes")
+    return command, f"batch: {now} rows a step, not {rows}, which {count} can't share equally"
 
 
 def without_effect(script: Path, environ: dict) -> list[str]:
