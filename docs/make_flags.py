@@ -30,7 +30,9 @@ Written by `python docs/make_flags.py`. Edit the texts in {files}.
 
 A flag overrides the environment, which overrides the launcher. An empty value leaves the choice to
 the script. If you set a number of epochs, the launcher's number of steps is not used. With the
-bundled model and data ({bundled}), the launchers set {first_run} where these are empty.
+bundled model and data ({bundled}), the launchers set {first_run} where these are empty, and
+choose a batch of 16 rows on any number of processes where neither `MICRO_BATCH_SIZE` nor
+`GRAD_ACCUM_STEPS` is set in the environment or by a flag.
 
 An unknown flag, a wrong value or a contradiction ends with one line, `error: ...`, and exit code 2,
 before anything is imported. A model that the script cannot train is refused before data is read.

@@ -15,7 +15,8 @@ MODEL=${MODEL-$ROOT/models/qwen3-tiny} # Hugging Face folder or hub id
 TRAIN_JSON=${TRAIN_JSON-$ROOT/data/first_run.jsonl}
 SEQ_LEN=${SEQ_LEN-} # tokens per row
 # rows per optimizer step = processes / STAGES x MICRO_BATCH_SIZE x GRAD_ACCUM_STEPS; with few
-# micro-batches the stages wait for one another
+# micro-batches the stages wait for one another; for the bundled model and data 16 on any number of
+# processes, unless the environment or a flag sets one of these
 MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE-4}
 GRAD_ACCUM_STEPS=${GRAD_ACCUM_STEPS-4}
 MAX_STEPS=${MAX_STEPS-}   # optimizer steps

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import re
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
@@ -16,6 +17,7 @@ from llm_demo.check import __main__ as check
 from llm_demo.core import attention
 from llm_demo.data import records
 from llm_demo.job import args
+from llm_demo.job import records as record_lines
 from llm_demo.job.args import ExpertArgs, SpreadArgs
 from pp.flags import PipeArgs
 from zero.flags import ZeroArgs
@@ -265,6 +267,28 @@ def test_links_resolve(page):
             continue
         assert target.exists(), link
         assert not anchor or anchor in anchors(target.read_text()), link
+
+
+def test_the_line_of_a_step_is_what_100_columns_show(monkeypatch):
+    shown = re.search("^step 20/.*", section(README, "Reading a run"), re.M)[0]
+    whole = shown.replace(" ms |", " ms (comm 80) |").replace(" tok/s |", " tok/s (699 labels) |")
+    fields = whole.replace("step 20/", "step 180/").split(" | ")
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setenv("COLUMNS", "100")
+    hidden = record_lines.beyond_terminal(fields)
+    assert " | ".join(record_lines.without(whole.split(" | "), hidden)) == shown
+
+
+def test_the_readmes_commands_can_be_pasted_in_order():
+    """A failed one stops those behind it on its line, none stays set for later ones, and only one
+    run starts in a folder."""
+    code = "\n".join(re.findall(r"```bash\n(.*?)```", README, re.S))
+    commands = [line.split("  #")[0] for line in code.splitlines()]
+    assert len(commands) > 10 and not [c for c in commands if re.search("[<>;]|^export ", c)]
+    made = re.findall(r"(?:OUTPUT_DIR=|--output_dir )(\S+)", "\n".join(commands))
+    assert len({*made}) == len(made) >= 1
+    for name in re.findall(r"\bruns/\w+", "\n".join(commands)):
+        assert name in made
 
 
 def anchors(text):

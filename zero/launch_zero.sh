@@ -13,7 +13,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/../launch_common.sh"
 MODEL=${MODEL-$ROOT/models/qwen3-tiny} # Hugging Face folder or hub id
 TRAIN_JSON=${TRAIN_JSON-$ROOT/data/first_run.jsonl}
 SEQ_LEN=${SEQ_LEN-} # tokens per row
-# rows per optimizer step = processes x MICRO_BATCH_SIZE x GRAD_ACCUM_STEPS
+# rows per optimizer step = processes x MICRO_BATCH_SIZE x GRAD_ACCUM_STEPS; for the bundled model
+# and data 16 on any number of processes, unless the environment or a flag sets one of these
 MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE-4}
 GRAD_ACCUM_STEPS=${GRAD_ACCUM_STEPS-2}
 MAX_STEPS=${MAX_STEPS-}   # optimizer steps
