@@ -54,7 +54,7 @@ OTHER_FILES = {  # of profiles, caches, exports, models, llama.cpp
 }  # fmt: skip
 A_USERS_OWN = {
     "my.jsonl", "x.jsonl", "x.heldout.jsonl", "test.jsonl", "alpaca.json", "my.json",
-    "gsm8k/train.jsonl", "gsm8k/test.jsonl",
+    "gsm8k/train.jsonl", "gsm8k/test.jsonl", "runs/mine/cmd.sh",
 }  # fmt: skip
 NOT_OURS = {"NCCL", "GLOO", "HSA", "OMP", "PYTORCH", "TORCHINDUCTOR", "PR"}  # first words of names
 FOREIGN_FLAGS = {
