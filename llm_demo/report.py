@@ -37,6 +37,11 @@ JUDGED = (  # settings that decide which tokens a held-out loss is of
     "eval_json", "seq_len", "overlong", "chat_template", "train_on_prompt", "learn_turns",
     "learn_reasoning", "model_name_or_path", "tokenizer_name_or_path",
 )  # fmt: skip
+TRAINED_ON = (  # settings that decide how many tokens a step has, and how long they are
+    "train_json", "dataset_config", "dataset_split", "data_format", "input_key", "target_key",
+    "eval_fraction", "seq_len", "overlong", "pack_sequences", "chat_template",
+    "tokenizer_name_or_path", "model_name_or_path",
+)  # fmt: skip
 GROUPS = 150  # of steps in a long line: their median and range are drawn
 PAGE = Path(__file__).with_suffix(".html")  # the template
 MARKER = "<!-- llm_demo report -->"  # only files with this marker are replaced
@@ -196,33 +201,44 @@ def decimal(n: float) -> str:
     return f"{n:.4f}" if math.isfinite(n) else "not finite"
 
 
+def with_unit(text: str, unit: str) -> str:
+    return text if text == "–" else f"{text} {unit}"
+
+
+def same(run, first, keys: tuple) -> bool:
+    """Whether two runs have these settings in common."""
+    return all(run.config.get(key) == first.config.get(key) for key in keys)
+
+
 def facts(run, first) -> dict[str, object]:
     """How a run went, what it trained, and on what. first: the run that others are compared
     with."""
     c, env, last = run.config, run.env, run.steps[-1] if run.steps else {}
     speed, step, mfu = (median(run.steps, f"perf/{k}") for k in ("toks_per_s", "step_ms", "mfu"))
     ratio = speed / (median(first.steps, "perf/toks_per_s") or math.nan)
+    compared = run is not first and math.isfinite(ratio) and same(run, first, TRAINED_ON)
     tokens, labels = (short(number(last.get(f"data/{k}"))) for k in ("tokens", "label_tokens"))
     memory = peaks_of(last) if isinstance(peaks_of(last), list) else []
     memory = list(map(number, memory)) if len(memory) <= 8 else [max(map(number, memory))]
     losses, exact = (column(run.evals, key) for key in ("eval/loss", "eval/exact"))
     best, exact = min(finite_of(losses), default=math.nan), finite_of(exact)
-    other = any(c.get(key) != first.config.get(key) for key in JUDGED)
+    other = losses and not same(run, first, JUDGED)
     seconds = number(run.summary.get("seconds"))
     return {
         "status": status(run),
         "held-out loss": (decimal(losses[-1]) if losses else "–")
-        + f" (of other data or tokens than {first.letter}'s)" * other,
+        + (f" (of other data or tokens than {first.letter}'s)" if other else ""),
         "best held-out loss": decimal(best) if losses else "–",
-        "held-out answers exact": " → ".join(f"{x:.1%}" for x in exact[:1] + exact[1:][-1:]),
+        "held-out answers exact": " → ".join(f"{x:.1%}" for x in exact[:1] + exact[1:][-1:]) or "–",
         "training loss": decimal(number(last.get("train/loss"))) if last else "–",
-        "tokens per second": short(speed) + f" ({ratio:.2f} x {first.letter})" * (run is not first),
-        "step": (f"{step:,.0f}" if step >= 100 else short(step)) + " ms",
-        "MFU": short(100 * mfu) + " %" * math.isfinite(mfu),
-        "peak memory": (" / ".join(map(short, memory)) or "–") + " GiB",
-        "seen": f"{tokens} tokens, {labels} learnt",
-        "skipped": f"{len(skipped(run)):,} of {len(run.steps):,} logged steps",
-        "duration": f"{timedelta(seconds=round(seconds))} h" if 0 <= seconds < 1e9 else "–",
+        "tokens per second": short(speed)
+        + (f" ({ratio:.2f} x {first.letter})" if compared else ""),
+        "step": with_unit(f"{step:,.0f}" if step >= 100 else short(step), "ms"),
+        "MFU": with_unit(short(100 * mfu), "%"),
+        "peak memory": with_unit(" / ".join(map(short, memory)) or "–", "GiB"),
+        "seen": f"{tokens} tokens, {labels} learnt" if last else "–",
+        "skipped": f"{len(skipped(run)):,} of {len(run.steps):,} logged steps" if last else "–",
+        "duration": str(timedelta(seconds=round(seconds))) if 0 <= seconds < 1e9 else "–",
         "last line logged": run.written,
         "learning rate": f"{c.get('lr', '–')}, {c.get('lr_scheduler', '–')}",
         "parallelism": c.get("parallelism", "–"),
@@ -231,7 +247,7 @@ def facts(run, first) -> dict[str, object]:
         "dtype": c.get("dtype", "–"),
         "device": f"{env.get('world_size', '–')} × {env.get('device', '–')}",
         "commit": env.get("revision") or "–",
-        "notes": "; ".join(run.notes),
+        "notes": "; ".join(run.notes) or "–",
     }
 
 

@@ -151,9 +151,9 @@ def test_the_table_of_runs_and_the_settings_that_differ(two):
     for name, said in {
         "status": ["finished, 12 steps"] * 2, "held-out loss": ["6.0000", "–"],
         "best held-out loss": ["6.0000", "–"],
-        "held-out answers exact": ["0.0% → 75.0%", ""],
+        "held-out answers exact": ["0.0% → 75.0%", "–"], "notes": ["–", "–"],
         "tokens per second": ["1.01k", "1.01k (1.00 x A)"], "peak memory": ["1.5 / 2.5 GiB"] * 2,
-        "step": ["100 ms", "150 ms"], "MFU": ["40 %"] * 2, "duration": ["0:02:05 h"] * 2,
+        "step": ["100 ms", "150 ms"], "MFU": ["40 %"] * 2, "duration": ["0:02:05"] * 2,
         "seen": ["1.2k tokens, 720 learnt", "1.2k tokens, 1.08k learnt"],
         "skipped": ["0 of 12 logged steps", "1 of 12 logged steps"],
         "learning rate": ["0.001, cosine", "0.002, cosine"],
@@ -173,18 +173,34 @@ def test_the_table_of_runs_and_the_settings_that_differ(two):
             assert f'style="background: {color}">{letter}</b>' in head and name in head
 
 
-@pytest.mark.parametrize("speed, ratio", [(1250.0, "1.25k (1.25 x A)"), (None, "– (nan x A)")])
-@pytest.mark.parametrize("key", ["eval_json", "model_name_or_path", "max_steps"])
-def test_a_run_is_compared_with_the_first(speed, ratio, key, tmp_path):
+@pytest.mark.parametrize("speed", [1250.0, None])
+@pytest.mark.parametrize("key", ["eval_json", "model_name_or_path", "train_json", "max_steps"])
+def test_a_run_is_compared_with_the_first(speed, key, tmp_path):
+    """Its speed if it trains on the same tokens, its held-out loss if that is of the same."""
+
     def records(**more):
         return [record(1, **{"perf/toks_per_s": 1000.0} | more), {"step": 1, "eval/loss": 4.0}]
 
     a = write(tmp_path / "a", records())
     b = write(tmp_path / "b", records(**{"perf/toks_per_s": speed}), {key: "other"})
     rows = rows_of(make(tmp_path / "page.html", a, b))
-    assert rows["tokens per second"] == ["1k", ratio]
-    other = " (of other data or tokens than A&#39;s)" * (key != "max_steps")
+    ratio = " (1.25 x A)" * (key in ("eval_json", "max_steps"))
+    assert rows["tokens per second"] == ["1k", f"1.25k{ratio}" if speed else "–"]
+    other = " (of other data or tokens than A&#39;s)" * (key[:5] in ("eval_", "model"))
     assert rows["held-out loss"] == ["4.0000", "4.0000" + other]
+
+
+def test_a_number_that_is_absent_is_a_dash_and_has_no_note(tmp_path):
+    a = write(tmp_path / "a", [record(1), {"step": 1, "eval/loss": 4.0, "eval/exact": 0.5}])
+    b = write(tmp_path / "b", [record(1)], {"eval_json": "none", "seq_len": 64})
+    c = write(tmp_path / "c", [], {"eval_json": "none"}, ended=False)
+    rows = rows_of(make(tmp_path / "page.html", a, b, c))
+    for name in ("held-out loss", "best held-out loss", "held-out answers exact"):
+        assert rows[name][1:] == ["–", "–"], name
+    for name in ("training loss", "tokens per second", "step", "MFU", "peak memory", "seen",
+                 "skipped", "duration"):  # fmt: skip
+        assert rows[name][2] == "–", name
+    assert all(cell for cells in rows.values() for cell in cells)
 
 
 def test_the_page_needs_nothing_but_itself(two):
@@ -439,7 +455,7 @@ def test_the_keys_that_are_read_are_those_that_runs_write():
 
 
 MEASURE = """<!doctype html><meta charset="utf-8"><body><pre id="found"></pre><script>
-const pages = %s, widths = [1200, 760, 390, 360], found = [];
+const pages = %s, widths = [1200, 760, 390, 375], found = [];
 for (const [which, text] of pages.entries()) for (const width of widths) {
   const frame = document.createElement("iframe");
   frame.style = `width: ${width}px; height: 900px; border: 0`;
@@ -454,6 +470,7 @@ for (const [which, text] of pages.entries()) for (const width of widths) {
     }).map(t => t.textContent);
     found.push({which, width, client: root.clientWidth, scroll: root.scrollWidth,
       svgs: svgs.map(b => [b.width, b.height]),
+      cut: [...d.querySelectorAll(".scroll")].map(x => x.scrollWidth - x.clientWidth),
       columns: new Set(boxes(".grid > figure").map(b => b.left)).size,
       inked: d.querySelectorAll("svg path").length, outside, title: d.title,
       background: getComputedStyle(d.body).backgroundColor,
@@ -484,19 +501,23 @@ def test_in_a_browser(two, tmp_path):
     long = write(tmp_path / f"{'long' * 40}", steps, {"a": "x" * 500, "train_json": EVIL})
     many = [write(tmp_path / f"{'run' * 9}-{i}", steps[:9], {"lr": i / 7}) for i in range(7)]
     pages = [make(tmp_path / "many.html", *two[:2], *many), make(tmp_path / "long.html", long)]
+    paths = {"deepspeed_config": "/home/a_user/llm_demo/zero/ds_zero2_offload.json"}
+    zero = write(tmp_path / "zero", steps, paths | {"activation_memory_budget": 0.6})
+    pages.append(make(tmp_path / "two.html", two[0], zero))
     measure = tmp_path / "measure.html"
     measure.write_text(MEASURE % json.dumps(pages).replace("</", "<\\/"))
     dumped = browse(measure, tmp_path / "profile", "--blink-settings=preferredColorScheme=0")
     text = re.search(r'<pre id="found">(.*?)</pre>', dumped, re.S)[1]
     found = json.loads(html.unescape(text))
-    assert len(found) == 8
+    assert len(found) == 12
     for one in found:
         assert one["client"] == pytest.approx(one["width"], abs=20)
         assert one["scroll"] <= one["client"], one  # nothing is wider than the page
-        assert len(one["svgs"]) == 4 and one["inked"] > 80
+        assert len(one["svgs"]) == 4 and one["inked"] > 50
         assert all(w > 240 and h > 80 for w, h in one["svgs"]), one
         assert one["columns"] == (1 if one["width"] < 400 else 2)
         assert not one["outside"]
+        assert not one["which"] or max(one["cut"]) <= 0, one  # nine columns need to scroll
         assert one["title"].startswith("llm_demo report")
     assert {one["background"] for one in found} == {"rgb(20, 23, 28)"}  # a dark page
     assert all("invert" in one["filter"] for one in found)
