@@ -96,6 +96,7 @@ from llm_demo.core.loss import score
 from llm_demo.core.rows import Packs, label_positions
 from llm_demo.data.labels import stop_tokens
 from llm_demo.data.packs import load_packs, prompts_of, refuse_unknown_tokens
+from llm_demo.data.questions import question_reader
 from llm_demo.job.device import pick_dtype, this_device
 from llm_demo.job.dist import run
 from llm_demo.job.families import length_dependent_rope, position_limit
@@ -188,8 +189,9 @@ def answered(model, tokenizer, pairs: list[tuple], args, device) -> list[dict]:
     how = model, tokenizer, [prompt for prompt, _ in pairs], args.max_new_tokens
     answers = in_batches(args, device, answers_of, *how)
     decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
+    question = question_reader(tokenizer)
     return [
-        {"prompt": decode(prompt), "answer": decode(given), "expected": decode(expected)}
+        {"prompt": question(prompt), "answer": decode(given), "expected": decode(expected)}
         for (prompt, expected), given in zip(pairs, answers, strict=True)
     ]
 

@@ -34,13 +34,14 @@ from llm_demo.job.parsing import PlainParser, path_of
 from llm_demo.job.process import command, regular
 
 JUDGED = (  # settings that decide which tokens a held-out loss is of
-    "eval_json", "seq_len", "overlong", "chat_template", "train_on_prompt", "learn_turns",
-    "learn_reasoning", "model_name_or_path", "tokenizer_name_or_path",
+    "eval_json", "eval_fraction", "seq_len", "overlong", "chat_template", "chat_template_kwargs",
+    "train_on_prompt", "learn_turns", "learn_reasoning", "model_name_or_path",
+    "tokenizer_name_or_path",
 )  # fmt: skip
 TRAINED_ON = (  # settings that decide how many tokens a step has, and how long they are
     "train_json", "dataset_config", "dataset_split", "data_format", "input_key", "target_key",
     "eval_fraction", "seq_len", "overlong", "pack_sequences", "chat_template",
-    "tokenizer_name_or_path", "model_name_or_path",
+    "chat_template_kwargs", "tokenizer_name_or_path", "model_name_or_path",
 )  # fmt: skip
 GROUPS = 150  # of steps in a long line: their median and range are drawn
 PAGE = Path(__file__).with_suffix(".html")  # the template
@@ -222,7 +223,8 @@ def facts(run, first) -> dict[str, object]:
     memory = list(map(number, memory)) if len(memory) <= 8 else [max(map(number, memory))]
     losses, exact = (column(run.evals, key) for key in ("eval/loss", "eval/exact"))
     best, exact = min(finite_of(losses), default=math.nan), finite_of(exact)
-    other = losses and not same(run, first, JUDGED)
+    split = ("train_json",) if c.get("eval_fraction") else ()  # held out of the training data
+    other = losses and not same(run, first, (*JUDGED, *split))
     seconds = number(run.summary.get("seconds"))
     return {
         "status": status(run),

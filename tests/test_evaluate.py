@@ -121,13 +121,14 @@ def test_the_command_writes_a_table_and_json(folder, tmp_path):
     assert text.count("- expected: ") == 3 and "/tuned: " in text
 
 
-def test_the_date_that_a_template_prints(folder, tmp_path):
+def test_the_date_that_a_template_prints(folder, tmp_path, capsys):
     shutil.copytree(folder / "base", tmp_path / "dated")
     template = tmp_path / "dated/chat_template.jinja"
     template.write_text("{{ 'It is ' + strftime_now('%Y-%m-%d') }}" + template.read_text())
     flags = ("--date", "2026-07-04", "--rows", "1", "--max_new_tokens", "1")
     found = evaluated(tmp_path / "dated", arguments(folder, *flags))
-    assert found["files"][0]["answers"][0]["prompt"].startswith("It is 2026-07-04")
+    assert "dated: the chat template prints the date, here 2026-07-04" in capsys.readouterr().err
+    assert found["files"][0]["answers"][0]["prompt"] == "why "  # as the user wrote it
 
 
 def test_the_table_is_printed_if_it_can_t_be_written(folder, tmp_path, monkeypatch, capsys):

@@ -10,10 +10,12 @@ import sys
 
 import pytest
 from conftest import ROOT, python, run
+from tiny_tokenizer import make_tokenizer, packs_of, write
 
-from llm_demo import evaluate, export
+from llm_demo import chat, evaluate, export
+from llm_demo.core.mesh import World
 from llm_demo.job import text
-from llm_demo.job.run import next_steps
+from llm_demo.job.run import next_steps, without_dry_run
 from llm_demo.job.text import resume
 from llm_demo.job.weights_files import loading, open_weights
 
@@ -28,8 +30,9 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "my run"
 
 
-def said(folder, steps=3, best=None, **settings):
-    """name -> command. best: the step of the checkpoint to export, if not the last."""
+def said(folder, steps=3, best=None, system="", **settings):
+    """name -> command. best: the step of the checkpoint to export, if not the last. system: the
+    system prompt of all rows."""
     of_a_run = {
         "model_name_or_path": str(ROOT / "models/qwen3-tiny"), "tokenizer_name_or_path": None,
         "eval_json": "my data.heldout.jsonl", "seq_len": 128, "data_format": "auto",
@@ -37,8 +40,9 @@ def said(folder, steps=3, best=None, **settings):
         "dataset_config": None, "learn_reasoning": True, "chat_template_kwargs": None,
     }  # fmt: skip
     best = folder / f"checkpoints/step_{best or steps:08d}"
-    lines = next_steps(folder, argparse.Namespace(**of_a_run | settings), steps, best)
-    return dict(re.match(r"  ([\w ]+): +(.*)", line).groups() for line in lines)
+    args = argparse.Namespace(**of_a_run | settings)
+    lines = next_steps(folder, args, steps, best, system)
+    return dict(re.match(r"  ([\w ]+): +(.*)", line, re.S).groups() for line in lines)
 
 
 def words(line):
@@ -102,13 +106,49 @@ def test_the_datas_flags_and_a_trained_base_are_kept(folder):
 
 
 def test_only_commands_that_can_work(folder, monkeypatch):
-    assert "evaluate" not in said(folder, eval_json="none")
     (folder / "hf").mkdir()
     assert "export" not in said(folder) and "evaluate" in said(folder)
     monkeypatch.setenv("NNODES", "2")  # each node has a command of its own
     assert "continue" not in said(folder) and "same command on every node" in resume(folder)
     (folder / "checkpoints/latest").unlink()
     assert not {"export", "evaluate", "continue"} & said(folder).keys()
+
+
+def test_without_held_out_data_a_file_is_to_be_named(folder):
+    for config in (None, "main"):
+        found = said(folder, eval_json="none", dataset_config=config)
+        args = evaluate.make_parser().parse_args(words(found["evaluate"]))
+        assert (args.models, args.data) == (["my run/hf"], "FILE")
+
+
+def test_chat_has_the_system_prompt_that_all_rows_have(folder, tmp_path):
+    (folder / "model").mkdir()
+    (folder / "model/chat_template.jinja").write_text("")
+    assert words(said(folder)["chat"]) == ["my run"]
+    for system in ("You are 'kind'.\nBe brief.", "-x"):
+        args = chat.make_parser().parse_args(words(said(folder, system=system)["chat"]))
+        assert (args.model, args.system) == ("my run", system)
+    rows = [{"system": s, "instruction": "hi", "output": "yo"} for s in ("a", "a", "b", "", "a")]
+    found = []
+    for count in (2, 3, 5):
+        write(tmp_path / "x.jsonl", *rows[:count])
+        found.append(packs_of(str(tmp_path / "x.jsonl"), make_tokenizer()).stats.systems)
+    write(tmp_path / "x.jsonl", {"instruction": "hi", "output": "yo"})
+    found.append(packs_of(str(tmp_path / "x.jsonl"), make_tokenizer()).stats.systems)
+    assert found == [["a"], ["a", "b"], ["a", "b"], [""]]
+
+
+def test_a_dry_run_names_the_command_without_it(folder, monkeypatch):
+    script, flags = str(ROOT / "fsdp/train_fsdp.py"), ["--train_json", "my data.jsonl"]
+    for dry in (["--dry_run"], ["--dry-run"], ["--dry_run", "true"], ["--dry_run=1"]):
+        for argv in ([*dry, *flags], [*flags, *dry], ["--no_save", *dry, "--no_shuffle", *flags]):
+            monkeypatch.setattr(sys, "argv", [script, *argv])
+            line = without_dry_run(World(0, 2, 0, None))
+            kept = [word for word in argv if word not in dry]
+            assert line.startswith("NPROC_PER_NODE=2 PYTHONPATH=")
+            assert words(line.split(" ", 1)[1]) == [script, *kept]
+    monkeypatch.setenv("NNODES", "2")
+    assert without_dry_run(World(0, 2, 0, None)) == ""
 
 
 def test_a_run_that_went_on_is_exported_again_beside_the_earlier_export(folder):

@@ -72,6 +72,7 @@ class Stats:
     remarks: dict[str, LeftOut] = field(default_factory=dict)  # on what is learnt
     # documents that were cut ("truncate", "split"), "tokens" that were lost, and those "learnt"
     cut: dict[str, int] = field(default_factory=dict)
+    systems: list[str] = field(default_factory=list)  # system prompts ("": none), at most two
     seq_len_why: str = ""  # if seq_len was chosen
     cache_hit: bool = False
     identity: dict = field(default_factory=dict)  # what the rows depend on, by name
@@ -245,12 +246,20 @@ def _tokenise(
                     for reason, turns in (+reasons).items():
                         kind = stats.remarks if reason in REMARKS else stats.turns
                         _count(kind, reason, number, n, turns)
+                    if (system := _system_of(record)) not in stats.systems[:2]:
+                        stats.systems = [*stats.systems[:1], system]
                     yield sample, number, n
             for (key, role), n in sorted(turn_keys.items()):
                 if tries[key, role] != USED:
                     file.noted[NOTED[2]][key] += n
     if bad.count:
         raise bad.error()
+
+
+def _system_of(record: Record) -> str:
+    """The system prompt that a conversation begins with, if there is one."""
+    first = record.messages[0] if record.messages else {"role": ""}
+    return first["content"] if first["role"] == "system" else ""
 
 
 def _count(left_out: dict[str, LeftOut], reason: str, file: int, row: int, turns: int = 0) -> None:

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from llm_demo.core.rows import IGNORE_INDEX, Batch, bounds_of, collate, position
 from llm_demo.core.timer import StepTimer
 from llm_demo.data.labels import stop_tokens
 from llm_demo.data.packs import prompts_of
+from llm_demo.data.questions import question_reader
 from llm_demo.data.sources import with_split
 from llm_demo.export import export, export_of
 from llm_demo.job.args import Args, DataArgs
@@ -32,7 +34,7 @@ from llm_demo.job.model_folder import describe_model
 from llm_demo.job.plan import make_plan
 from llm_demo.job.records import COLUMNS, Records, summarise
 from llm_demo.job.saver import Saver
-from llm_demo.job.text import counted, module, resume, shown
+from llm_demo.job.text import counted, module, resume, shown, users_folder
 
 # Entries of a configuration that neither change what a model with given weights computes, nor
 # which weights an untrained one starts with.
@@ -129,6 +131,8 @@ def run(job: Job, engine) -> None:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             engine.next_tokens(batch, torch.zeros(args.micro_batch_size, dtype=torch.int64))
         log.say("dry run: everything is ready for step 1")
+        if command := without_dry_run(job.world):
+            log.say(f"next step:\n  {'train:':<10}{command}")
         return
     train(job, engine)
     history = job.records.history
@@ -241,8 +245,10 @@ def show_answers(job: Job, next_tokens: Callable) -> None:
     answers = generate(next_tokens, prompts, shape, data.max_docs, tokens, stop)
     if pairs:
         job.log.say(f"\n{'held-out' if data.heldout else 'training'} documents:")
+    question = question_reader(tokenizer)
     for (prompt, expected), answer in zip(pairs, answers, strict=True):
-        text = [tokenizer.decode(t, skip_special_tokens=True) for t in (prompt, answer, expected)]
+        text = [tokenizer.decode(t, skip_special_tokens=True) for t in (answer, expected)]
+        text = [question(prompt), *text]
         job.log.say(
             "\nprompt   {}\nanswer   {}\nexpected {}".format(*(" ".join(t.split()) for t in text))
         )
@@ -307,15 +313,32 @@ def finish(job: Job, best: Path) -> None:
         log.say(f"held-out rows answered exactly: {before:.1%} before, {after:.1%} after")
     log.say(f"run: {log.folder}")
     settings = argparse.Namespace(**log.settings)
-    if lines := next_steps(log.folder, settings, summary["steps"], best):
+    systems = job.plan.data.train.stats.systems
+    system = systems[0] if len(systems) == 1 else ""
+    if lines := next_steps(log.folder, settings, summary["steps"], best, system):
         log.say("\n".join(["next steps:", *lines]))
     log.close()
 
 
-def next_steps(folder: Path, args: Args, steps: int, best: Path) -> list[str]:
+def without_dry_run(world: World) -> str:
+    """This run's command without --dry_run. "" where the other nodes have commands of their own, or
+    paths in it are relative to another folder."""
+    if "NNODES" in os.environ or users_folder() != Path.cwd():
+        return ""
+    kept, before = [], ""
+    for word in sys.argv[1:]:
+        value = before in ("--dry_run", "--dry-run") and not word.startswith("--")
+        if not value and not re.match("--(dry[_-]run|local_rank)(=|$)", word):
+            kept.append(word)
+        before = word
+    count = f"NPROC_PER_NODE={world.local_size}"
+    return f"{count} {module('launch', shown(Path(sys.argv[0])), *kept)}"
+
+
+def next_steps(folder: Path, args: Args, steps: int, best: Path, system: str = "") -> list[str]:
     """Lines for the end of a run of `steps` optimizer steps, with only the commands that can work
     now, or after those above them. They work in the folder where the run was started. best: the
-    checkpoint to export, which --early_stopping chooses."""
+    checkpoint to export, which --early_stopping chooses. system: the system prompt of all rows."""
     lines, of = [], int(best.name.removeprefix("step_"))
     source = folder if of == steps else best
     if (folder / "checkpoints/latest").is_file():
@@ -327,9 +350,10 @@ def next_steps(folder: Path, args: Args, steps: int, best: Path) -> list[str]:
             if not exported.exists():
                 lines.append(("merge", module("export", shown(source), shown(exported), "--merge")))
         if (folder / "model/chat_template.jinja").is_file():  # a run's chat is of its newest
-            lines.append(("chat", module("chat", shown(folder if of == steps else exported))))
-        if args.eval_json not in ("auto", "none"):
-            lines.append(("evaluate", evaluate(exported, args)))
+            asked = [f"--system={system}"] if system else []
+            of_chat = shown(folder if of == steps else exported)
+            lines.append(("chat", module("chat", of_chat, *asked)))
+        lines.append(("evaluate", evaluate(exported, args)))
         if "NNODES" not in os.environ:  # else every node has its own command
             lines.append(("continue", resume(folder, "--max_steps", 2 * steps)))
     page = shown(folder / "report.html")
@@ -338,13 +362,15 @@ def next_steps(folder: Path, args: Args, steps: int, best: Path) -> list[str]:
 
 
 def evaluate(exported: Path, args: Args) -> str:
-    """The command to evaluate the exported model (and a base with weights) on held-out data."""
+    """The command to evaluate the exported model (and a base with weights) on held-out data, which
+    is for the user to name where a run has none in a file."""
     base = args.model_name_or_path
     folder = Path(os.path.expanduser(base))
     trained = not folder.is_dir() or any(folder.glob("*.safetensors"))
     trained &= not args.tokenizer_name_or_path  # the base may have no tokenizer
-    parts = (with_split(part.strip(), args.dataset_config) for part in args.eval_json.split(","))
-    flags = ["--data", ",".join(parts) if args.dataset_config else args.eval_json]
+    data = "FILE" if args.eval_json in ("auto", "none") else args.eval_json
+    parts = (with_split(part.strip(), args.dataset_config) for part in data.split(","))
+    flags = ["--data", ",".join(parts) if args.dataset_config else data]
     flags += ["--seq_len", args.seq_len]
     flags += ["--train_on_prompt"] * args.train_on_prompt
     for name in DATA_FLAGS:
