@@ -109,8 +109,9 @@ def load(args, work: Path):
             folder, dtype = work / "model", "fp32" if this_device().type == "cpu" else "bf16"
             checkpoint = find_checkpoint(str(given), given, ALONE, lambda line: None)
             merge = bool(checked_facts(checkpoint).get("adapters"))
-            line = export(checkpoint, folder, dtype, merge=merge, base=args.base)
-            print(line, file=sys.stderr)
+            said = export(checkpoint, folder, dtype, merge=merge, base=args.base)
+            _, *notes = said.splitlines()  # the first line names a folder that is not kept
+            print(f"model: {checkpoint}, in {dtype}", *notes, sep="\n", file=sys.stderr)
     elif (given / "adapter_config.json").is_file() and not (given / "config.json").is_file():
         adapter = open_adapter(str(given))
         if not (base := args.base or adapter.base):

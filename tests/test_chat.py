@@ -58,7 +58,9 @@ def train(alone, *flags):  # noqa: F811
 
 def test_a_run_and_its_export_answer_alike(tmp_path, alone, monkeypatch, capsys):  # noqa: F811
     train(alone, "--output_dir", "run")
-    out, _ = talk(monkeypatch, capsys, "run")
+    out, said = talk(monkeypatch, capsys, "run")
+    assert said.startswith("model: run/checkpoints/step_00000003, in fp32\n")
+    assert "Loading" not in said and "exported" not in said  # no bar, and no folder is left
     assert not (tmp_path / "run/hf").exists()
     train(alone, "--output_dir", "run", "--resume", "auto", "--export", "fp32")
     answers = expected(tmp_path / "run/hf", *([user(q)] for q in QUESTIONS))

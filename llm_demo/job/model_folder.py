@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers import (
     GenerationConfig,
     PreTrainedModel,
 )
+from transformers.utils import logging as transformers_logging
 
 from llm_demo.core.attention import LongRope, rope_type
 from llm_demo.core.errors import UserError
@@ -280,6 +282,8 @@ def load_model(name: str, folder: Path, config, dtype: torch.dtype) -> PreTraine
         # one by one; what chooses experts, a vector, stays in fp32
         values = {n: t.to(dtype) if (t := weights.read(n)).ndim > 1 else t for n in names}
         source = None
+    if not sys.stderr.isatty():  # a bar would fill a file with control codes
+        transformers_logging.disable_progress_bar()
     # sdpa: for flash attention that is not installed, transformers asks the hub for a kernel
     try:
         model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
