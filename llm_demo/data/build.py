@@ -246,8 +246,9 @@ def _tokenise(
                     for reason, turns in (+reasons).items():
                         kind = stats.remarks if reason in REMARKS else stats.turns
                         _count(kind, reason, number, n, turns)
-                    if (system := _system_of(record)) not in stats.systems[:2]:
-                        stats.systems = [*stats.systems[:1], system]
+                    system = _system_of(record)
+                    if system not in stats.systems and len(stats.systems) < 2:
+                        stats.systems.append(system)
                     yield sample, number, n
             for (key, role), n in sorted(turn_keys.items()):
                 if tries[key, role] != USED:
