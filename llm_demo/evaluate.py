@@ -15,6 +15,7 @@ from datetime import date
 from pathlib import Path
 
 from llm_demo.core.errors import UserError, printable
+from llm_demo.data.check import check_rows
 from llm_demo.data.sources import find_files
 from llm_demo.job.args import DataArgs, TrainArgs
 from llm_demo.job.folder import refuse_inside_checkpoints, refuse_unwritable
@@ -83,8 +84,26 @@ def check(args) -> None:
     find_files(args.data, say=lambda line: None)
 
 
+DATA = (
+    "seq_len", "data_format", "input_key", "target_key", "train_on_prompt", "learn_turns",
+    "learn_reasoning", "chat_template_kwargs",
+)  # fmt: skip
+
+
+def data_flags(args) -> DataArgs:
+    """The flags of the data, which is held out: bad rows are not skipped."""
+    flags = {name: getattr(args, name) for name in DATA}
+    return DataArgs(pack_sequences=False, skip_bad_rows=None, **flags)
+
+
+def look(args) -> None:
+    """`check`, and the same for bad rows."""
+    check(args)
+    check_rows(find_files(args.data, say=lambda line: None), data_flags(args))
+
+
 if __name__ == "__main__":  # before the slow imports
-    early(lambda: make_parser().parse_args(), check)
+    early(lambda: make_parser().parse_args(), look)
 
 import numpy as np
 import torch
@@ -106,10 +125,6 @@ from llm_demo.job.source import find_model, fix_date, load_config, load_tokenize
 from llm_demo.job.text import counted, progress
 
 TOKENS = 1 << 16  # of a batch, including padding
-DATA = (
-    "seq_len", "data_format", "input_key", "target_key", "train_on_prompt", "learn_turns",
-    "learn_reasoning", "chat_template_kwargs",
-)  # fmt: skip
 
 
 def main() -> None:
@@ -150,10 +165,8 @@ def evaluate(name: str, args, device: torch.device, dtype: torch.dtype) -> dict:
         log(f"{name}: {line}")
     if fix_date(tokenizer, args.date):
         log(f"{name}: the chat template prints the date, here {args.date}")
-    same = {key: getattr(args, key) for key in DATA}
-    flags = DataArgs(pack_sequences=False, skip_bad_rows=None, **same)
     paths = find_files(args.data, say=log)
-    data = [load_packs(path, tokenizer, flags, log=log) for path in paths]
+    data = [load_packs(path, tokenizer, data_flags(args), log=log) for path in paths]
     refuse_unknown_tokens(data, config.vocab_size)
     model = load_model(name, folder, config, dtype).to(device)
     for key, weight in model.state_dict().items():

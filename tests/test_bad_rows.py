@@ -2,14 +2,13 @@
 
 import json
 import re
-import subprocess
 import sys
 import time
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, refused
+from conftest import refused, run
 from tiny_tokenizer import first, golden, make_tokenizer, packs_of, skipped, write
 
 from llm_demo.core.errors import UserError
@@ -193,6 +192,20 @@ def test_a_check_before_ranks_start_is_short(tmp_path):
     check_rows([array, "openai/gsm8k:test"], DataArgs(), most=10)
     with refused(f"{array}, row 2: no 'prompt'"):
         check_rows([array], DataArgs())
-    code = "import sys, llm_demo.data.check; print({'torch', 'transformers'} & {*sys.modules})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "set()\n", done.stderr
+
+
+EVALUATE = f"{sys.executable} -m llm_demo.evaluate --models models/qwen3-tiny --data"
+
+
+@pytest.mark.parametrize("command", ["bash fsdp/launch_fsdp.sh --train_json", EVALUATE])
+def test_before_torch_is_imported(command, tmp_path, record_property):
+    record_property("bad inputs", 1)
+    for heavy in ("torch", "transformers"):
+        (tmp_path / f"{heavy}.py").write_text("raise SystemExit('too late')")
+    path = write(tmp_path / "x.jsonl", GOOD, "{\n", GOOD, {"prompt": 7, "completion": "yo"})
+    env = {"PYTHONPATH": str(tmp_path), "PYTHON": sys.executable}
+    done = run([*command.split(), path], fresh=True, **env)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    assert line.startswith(f"error: 2 bad rows: {path}:2: broken JSON: Expecting property name ")
+    assert f"; {path}:4: prompt must be text, not a number" in line and done.returncode == 2
+    assert "skip_bad_rows" in line or command == EVALUATE
