@@ -75,7 +75,7 @@ from llm_demo.job.families import TEXT_OF
 from llm_demo.job.low_bits import E4M3, FORMATS, as_stored, configuration, laid_out, weight_of
 from llm_demo.job.model_folder import describe, on_meta
 from llm_demo.job.process import appearing, read_text
-from llm_demo.job.source import find_model, load_tokenizer, read_config
+from llm_demo.job.source import TOKENIZERS, find_model, load_tokenizer, read_config
 from llm_demo.job.text import differences, size_of, watched, words_of
 from llm_demo.job.weights_files import (
     QUANTISED,
@@ -152,8 +152,12 @@ def export(
     refuse_used(out)
     source = checkpoint.parent.parent
     model = source / "model"
-    if not (model / "config.json").is_file():
-        raise UserError(f"{model}/config.json is missing: {source} is not a run folder")
+    for names in (["config.json"], TOKENIZERS):
+        if not any((model / name).is_file() for name in names):
+            raise UserError(
+                f"{model}/{names[0]} is missing: resume the run in {source}, which writes it again "
+                "(its command with --resume auto)"
+            )
     lora, weights = checked_facts(checkpoint).get("adapters"), None
     if not lora and (merge or base):
         raise UserError(f"--{'merge' if merge else 'base'}: {checkpoint} holds no adapters")

@@ -39,6 +39,8 @@ class Voice:
 
     evals = ()
     record = lambda self, facts: None  # noqa: E731
+    remember = restore = lambda self: None  # noqa: E731
+    gone = lambda self: not self.folder.is_dir()  # noqa: E731
 
 
 pytestmark = pytest.mark.usefixtures("alone")

@@ -37,6 +37,7 @@ from llm_demo.core.mesh import World
 from llm_demo.core.optim import LossScale
 from llm_demo.job import checkpoint_files, files, log, records, saver
 from llm_demo.job import folder as run_folder
+from llm_demo.job import lock as run_lock
 from llm_demo.job.folder import environment
 
 WORLD = World(0, 1, 0, torch.device("cpu"))
@@ -64,7 +65,7 @@ def train(tmp_path, monkeypatch, capsys):
     for name in ("lock_folder", "take_folder"):
 
         def lock(*args, name=name):
-            locks.append(vars(run_folder)[name](*args))
+            locks.append(vars(run_lock)[name](*args))
             return locks[-1]
 
         monkeypatch.setattr(log, name, lock)
@@ -355,7 +356,7 @@ def test_overwrite_empties_what_a_link_points_to(tmp_path):
     old_run(tmp_path / "elsewhere")
     (tmp_path / "out").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
     args = SimpleNamespace(overwrite=True, resume=None)
-    run_folder.take_folder(tmp_path / "out", args, None).close()
+    run_lock.take_folder(tmp_path / "out", args, None).close()
     assert [p.name for p in (tmp_path / "elsewhere").iterdir()] == ["cmd.sh"]
     assert (tmp_path / "out").is_symlink()
 
@@ -499,9 +500,9 @@ def test_runs_of_the_same_second_have_names_of_their_own(tmp_path, monkeypatch):
     chosen = [run_folder.choose_folder(args, "fsdp") for _ in range(3)]
     assert len(set(chosen)) == 3 and not (tmp_path / "runs").exists()
     assert all(re.fullmatch(r"fsdp-m-\d{8}-\d{6}-\d{6}", folder.name) for folder in chosen)
-    run_folder.take_folder(chosen[0], args, None).close()
+    run_lock.take_folder(chosen[0], args, None).close()
     with pytest.raises(UserError, match="another run is using it"):
-        run_folder.take_folder(chosen[0], args, None)
+        run_lock.take_folder(chosen[0], args, None)
 
 
 def test_a_link_to_nowhere_is_one_line_before_anything_is_read(train, tmp_path):
@@ -539,21 +540,21 @@ def test_nothing_is_created_to_be_locked(train, tmp_path):
     assert not (tmp_path / "out").exists()
     args = SimpleNamespace(dry_run=True, estimate=False, overwrite=False, resume="auto")
     (tmp_path / "lost/checkpoints/step_00000001").mkdir(parents=True)  # and no cmd.sh
-    assert run_folder.lock_folder(tmp_path / "lost", args) is None
+    assert run_lock.lock_folder(tmp_path / "lost", args) is None
     assert not (tmp_path / "lost/cmd.sh").exists()
     args.dry_run = False
-    first = run_folder.lock_folder(tmp_path / "lost", args)
+    first = run_lock.lock_folder(tmp_path / "lost", args)
     with pytest.raises(UserError, match="another run is using it"):
-        run_folder.lock_folder(tmp_path / "lost", args)
+        run_lock.lock_folder(tmp_path / "lost", args)
     first.close()
 
 
 def test_a_folder_that_another_run_used_meanwhile_is_not_taken(tmp_path):
     args = SimpleNamespace(dry_run=False, estimate=False, overwrite=False, resume="auto")
-    assert run_folder.lock_folder(tmp_path, args) is None
+    assert run_lock.lock_folder(tmp_path, args) is None
     (tmp_path / "checkpoints/step_00000009").mkdir(parents=True)
     with pytest.raises(UserError, match="another run is using it"):
-        run_folder.take_folder(tmp_path, args, None)
+        run_lock.take_folder(tmp_path, args, None)
 
 
 def test_a_checkpoint_that_vanishes_is_one_line(tmp_path):

@@ -1,17 +1,15 @@
-"""A run's folder: chosen, locked so that only one run uses it, described, and read back: its
-settings, the records of its steps, their medians.
+"""A run's folder: chosen, described, and read back: its settings, the records of its steps, their
+medians.
 
 args: the flags. PyTorch is imported only to describe a run, since the report does not need it."""
 
 import contextlib
-import fcntl
 import glob
 import json
 import math
 import os
 import platform
 import shlex
-import shutil
 import statistics
 import subprocess
 import sys
@@ -24,7 +22,7 @@ from types import SimpleNamespace
 from llm_demo.core.errors import UserError
 from llm_demo.job.files import ROOT, write_json
 from llm_demo.job.parsing import MAX_INT
-from llm_demo.job.process import read_text, regular
+from llm_demo.job.process import read_text
 from llm_demo.job.secrets import SECRET, without_secrets
 from llm_demo.job.text import counted
 
@@ -94,6 +92,12 @@ def is_run(folder: Path) -> bool:
     return all((folder / name).is_file() for name in ("cmd.sh", "config.json"))
 
 
+def is_described(folder: Path) -> bool:
+    """Whether a run's folder has all that describes it but model/. An empty cmd.sh is only a
+    lock."""
+    return is_run(folder) and (folder / "env.json").is_file() and (folder / "cmd.sh").stat().st_size
+
+
 def refuse_unwritable(folder: Path, flag: str) -> None:
     """Raise UserError if what a flag names can't be a folder to write to. Creates nothing."""
     if folder.exists() and not folder.is_dir():
@@ -149,50 +153,6 @@ def _refuse_inputs_in(folder: Path, args) -> None:
                     raise UserError(
                         f"--overwrite would delete --{flag} {name}: choose another folder"
                     )
-
-
-def lock_folder(folder: Path, args):
-    """Lock an earlier run's folder before its checkpoints are searched. Returns a file to keep
-    open, or None if there is nothing to lock. Creates nothing in a dry run. The lock ends with its
-    process, however that ends. Raises UserError if another run uses the folder."""
-    keep = args.dry_run or not published(folder / "checkpoints")  # cmd.sh may have been lost
-    try:
-        return None if args.estimate else _lock(folder, "r+" if keep else "a")
-    except FileNotFoundError:
-        return None
-    except OSError as e:
-        raise UserError(f"--output_dir {folder}: {e.strerror}: {e.filename}") from None
-
-
-def take_folder(folder: Path, args, held):
-    """Create the folder, or empty it for --overwrite: it may be the working folder. Returns its
-    lock. held: from `lock_folder`. Raises UserError if another run has taken the folder since."""
-    if args.overwrite and folder.exists():
-        if not held:
-            _lock(folder, "a").close()
-        for path in folder.iterdir():
-            real = path.is_dir() and not path.is_symlink()
-            shutil.rmtree(path) if real else path.unlink()
-    elif held:
-        return held
-    folder.mkdir(parents=True, exist_ok=True)
-    if published(folder / "checkpoints"):
-        raise UserError(f"--output_dir {folder}: another run is using it")
-    return _lock(folder, "a" if args.resume == "auto" else "x")
-
-
-def _lock(folder: Path, mode: str):
-    """cmd.sh, opened and locked. Raises UserError if another run holds it, or has made it (x)."""
-    try:
-        opened = open(regular(folder / "cmd.sh"), mode)
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return opened
-    except (FileExistsError, BlockingIOError):
-        raise UserError(f"--output_dir {folder}: another run is using it") from None
-
-
-def folder_gone(folder: Path) -> str:
-    return f"{folder} is gone: it was deleted or moved during the run"
 
 
 def last_checkpoint(folder: Path) -> str:

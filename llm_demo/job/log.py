@@ -13,16 +13,16 @@ from llm_demo.core.mesh import World
 from llm_demo.job.args import Args
 from llm_demo.job.dist import from_rank0
 from llm_demo.job.files import disk_full, finite, write_text
-from llm_demo.job.folder import (
-    choose_folder,
-    describe_run,
+from llm_demo.job.folder import choose_folder, describe_run, number, read_records
+from llm_demo.job.lock import (
+    described,
     folder_gone,
     lock_folder,
-    number,
-    read_records,
+    open_log,
+    put_back,
+    reopened,
     take_folder,
 )
-from llm_demo.job.process import regular
 from llm_demo.job.secrets import without_given_secrets
 from llm_demo.job.text import counted, progress
 
@@ -36,7 +36,8 @@ class Log:
         self.tracker = Tracker(args.report_to)
         self.folder = from_rank0(world, lambda: choose_folder(args, script))
         self.settings = dict(vars(args))  # for config.json: flags as resolved
-        self.lock = self.file = None
+        self.lock = self.file = self.metrics = None
+        self.described = {}  # what is put back if someone deletes it
         self.early, self.early_records = [], []  # until the folder exists
         from_rank0(world, self._lock)
 
@@ -77,20 +78,47 @@ class Log:
             self.early_records.append(record)
             return
         with self.writing():
-            with open(self.folder / "metrics.jsonl", "a") as f:
-                f.write(json.dumps(finite(record)) + "\n")
+            print(json.dumps(finite(record)), file=self.metrics, flush=True)
             self.tracker.add(self.folder, record)
 
     @contextlib.contextmanager
     def writing(self):
-        """Turn a failed write into a UserError of one line."""
+        """Turn a failed write, or a folder that was deleted, into a UserError of one line."""
         try:
+            self._check()
             yield
         except OSError as e:
-            if self.file and not self.folder.is_dir():
-                raise UserError(folder_gone(self.folder)) from e
+            self._check()
             reason = disk_full(e, self.folder) or f"{e.strerror or e}: {e.filename or self.folder}"
             raise UserError(f"--output_dir {self.folder}: {reason}") from e
+
+    def gone(self) -> bool:
+        """Whether the folder was deleted, moved or replaced. Other ranks only see it is missing."""
+        return not (self.lock.of_folder() if self.file else self.folder.is_dir())
+
+    def _check(self) -> None:
+        if self.file and self.gone():
+            raise UserError(folder_gone(self.folder))
+
+    def restore(self) -> None:
+        """Put back what someone has deleted from the run's folder. Rank 0. Raises UserError if the
+        folder itself is gone, or another run has taken it."""
+        if not self.file:
+            return
+        with self.writing():
+            missing = put_back(self.lock, self.described)
+            self.file, log_lost = reopened(self.file, self.folder / "train.log")
+            self.metrics, metrics_lost = reopened(self.metrics, self.folder / "metrics.jsonl")
+        missing += ["train.log"] * log_lost + ["metrics.jsonl"] * metrics_lost
+        if missing:
+            self.say(
+                f"warning: {self.folder}: deleted during the run and now written again: "
+                f"{', '.join(missing)}"
+            )
+
+    def remember(self) -> None:
+        """Keep what describes the run, to put it back. Rank 0."""
+        self.described = described(self.folder)
 
     def open(self, resumed_at: int) -> list[dict]:
         """Create the folder with config.json, env.json and cmd.sh. Every rank calls.
@@ -107,7 +135,9 @@ class Log:
                     earlier.extend(self._forget_steps_after(resumed_at))
                 settings = {**self.settings, "output_dir": str(self.folder)}
                 describe_run(self.folder, settings, self.world)
-                self.file = open(regular(self.folder / "train.log"), "a")
+                self.remember()
+                self.metrics = open_log(self.folder / "metrics.jsonl")
+                self.file = open_log(self.folder / "train.log")
                 print(*self.early, sep="\n", file=self.file, flush=True)
             for record in self.early_records:
                 self.record(record)
@@ -139,6 +169,7 @@ class Log:
         if self.is_main:
             self.tracker.close()  # else a run that was stopped would appear as crashed
             self.file.close()
+            self.metrics.close()
             self.lock.close()
 
 

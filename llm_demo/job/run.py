@@ -28,7 +28,7 @@ from llm_demo.job.costs import experts_of, parameters_of, state_bytes
 from llm_demo.job.dist import from_rank0
 from llm_demo.job.families import is_mixture
 from llm_demo.job.files import finite, write_json
-from llm_demo.job.folder import published
+from llm_demo.job.folder import is_described, published
 from llm_demo.job.log import Log
 from llm_demo.job.model_folder import describe_model
 from llm_demo.job.plan import make_plan
@@ -106,9 +106,13 @@ class Job:
         log.say(f"nothing left to train: {saver.path} {why}")
         if saver.continues and not args.dry_run:
             best = log.decided(best_of(args, self.records.history.evals, saver.path))
-            export_last(self, best)
-            if not summary.exists():
+            ended = summary.exists()
+            if not ended or not from_rank0(world, lambda: is_described(log.folder)):
                 self.records.open()
+            if args.save:
+                from_rank0(world, saver.describe)  # someone may have deleted model/
+            export_last(self, best)
+            if not ended:
                 finish(self, best)
         return False
 
@@ -135,6 +139,7 @@ def run(job: Job, engine) -> None:
             log.say(f"next step:\n  {'train:':<10}{command}")
         return
     train(job, engine)
+    from_rank0(job.world, log.restore)
     history = job.records.history
     newest = job.saver.folder / f"step_{history.step:08d}"
     best = log.decided(best_of(args, history.evals, newest))

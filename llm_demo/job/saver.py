@@ -24,7 +24,8 @@ from llm_demo.job.args import Args
 from llm_demo.job.device import free_host_memory, pin
 from llm_demo.job.dist import from_rank0, lost_peer, on_all_ranks, timeout
 from llm_demo.job.files import PART
-from llm_demo.job.folder import folder_gone, last_checkpoint, published
+from llm_demo.job.folder import last_checkpoint, published
+from llm_demo.job.lock import folder_gone
 from llm_demo.job.log import Log
 from llm_demo.job.process import stop_signals
 from llm_demo.job.text import differences, resume, size_of, watched
@@ -185,6 +186,7 @@ class Saver:
         earlier process left, prepare for saves in the background. state() -> {name: tensor}."""
         if self.world.rank == 0:
             self.describe()
+            self.log.remember()
             self.tidy()
         if self.args.save_every and self.in_background and not self.copies and not last:
             self._reserve(state())
@@ -228,6 +230,7 @@ class Saver:
         are copied. Raises UserError if this checkpoint or the previous one can't be written."""
         started = time.perf_counter()
         self.finish()
+        from_rank0(self.world, self.log.restore)
         self._refuse_non_finite(step, tensors)
         tensors = {**tensors, **rng_state(self.world)}
         facts = {"step": step, **facts, "identity": self.identity, "settings": self.settings}
@@ -345,7 +348,7 @@ class Saver:
         except (Exception, dcp.CheckpointException) as e:  # in a thread: reported at the next step
             problem = f"checkpoint {final} can't be written: {checkpoint_files.reason_of(e, part)}"
             self.problem = UserError(f"{problem}; {last_checkpoint(self.log.folder)}")
-            if not self.log.folder.is_dir():
+            if self.log.gone():
                 self.problem = UserError(folder_gone(self.log.folder))
             elif lost_peer(e):  # its end is what went wrong, not the writing
                 self.problem = RuntimeError(str(e))

@@ -30,6 +30,8 @@ from llm_demo.job.text import words_of
 from llm_demo.job.weights_files import open_weights
 
 COMPARE = "compare it with the published file"
+# Without any of them transformers creates an empty tokenizer from config.json.
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def find_model(name: str, config_in: str | None = None) -> Path:
@@ -122,10 +124,11 @@ def load_tokenizer(name: str, chat_template: str | None = None):
         refuse_pointers(folder)
     else:
         folder = find_model(name)
-    files = ("tokenizer.json", "tokenizer.model", "vocab.json")
-    # Without any of them transformers creates an empty tokenizer from config.json.
-    if not any((folder / file).is_file() for file in files):
-        raise UserError(f"no tokenizer in {folder}: name one with --tokenizer_name_or_path")
+    if not any((folder / file).is_file() for file in TOKENIZERS):
+        raise UserError(
+            f"no tokenizer in {folder}: copy its tokenizer.json there, or train with "
+            "--tokenizer_name_or_path, which names another"
+        )
     whole = folder / "tokenizer.json"
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
