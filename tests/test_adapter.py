@@ -273,6 +273,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 ENDS = {  # a model's rows of <|im_end|>: (tied, {matrix: values}, what is said)
     "trained": (True, {}, None),
     "zero": (True, {EMBEDDING: 0}, ZERO.format(EMBEDDING)),
+    "tiny": (True, {EMBEDDING: torch.arange(64) * 1e-24}, ZERO.format(EMBEDDING)),
     "one number": (True, {EMBEDDING: 0.5}, ZERO.format(EMBEDDING).replace("holds 0", "holds 0.5")),
     "beside": (True, {EMBEDDING: "beside"}, BESIDE.format(EMBEDDING)),
     "own head": (False, {HEAD: 0}, ZERO.format(HEAD)),
