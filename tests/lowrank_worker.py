@@ -1,5 +1,5 @@
 """Runs LowRank on made-up gradients in fp64, in processes started by torchrun, and saves what comes
-out: lowrank_worker.py CASES."""
+out: lowrank_worker.py CASES SHARDS. SHARDS: into how many parts each replica is sharded."""
 
 import json
 import sys
@@ -7,6 +7,7 @@ import sys
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdp import lowrank
 from fsdp.lowrank import LowRank
@@ -30,7 +31,7 @@ def gradient(name: str, step: int) -> torch.Tensor:
 
 def shares(name: str, step: int, case: dict) -> list[torch.Tensor]:
     """This rank's share, in parts that differ in size."""
-    world, rank = dist.get_world_size(), dist.get_rank()
+    world, rank = GRID[REPLICA].size(), GRID[REPLICA].get_local_rank()
     total = gradient(name, step)
     if name == "b" and step < case.get("zero", 0):
         total = torch.zeros_like(total)
@@ -41,13 +42,20 @@ def shares(name: str, step: int, case: dict) -> list[torch.Tensor]:
     mine = total * weight
     if step == case.get("bad") and rank == world - 1 and name == case["where"]:
         mine.view(-1)[0] = torch.inf
-    return mine
+    return mine.chunk(SHARDS)[GRID[SHARD].get_local_rank()].clone()
+
+
+def whole(t: torch.Tensor) -> torch.Tensor:
+    return t.full_tensor() if SHARDS > 1 else t
 
 
 def run(case: dict) -> dict:
     params = []
     for name, shape in SHAPES.items():
-        params.append(torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64)))
+        param = torch.zeros(shape, dtype=torch.float64)
+        if SHARDS > 1:
+            param = distribute_tensor(param, GRID[SHARD], [Shard(0)])
+        params.append(torch.nn.Parameter(param))
         params[-1].hf_name = name
     first = case.get("first", 0)
     made = LowRank(params, R, case.get("start", 0), GRID, first, torch.float64)
@@ -65,13 +73,15 @@ def run(case: dict) -> dict:
         made.reduce(grads)
         sums.append([t.clone() for t in grads])
     made.sum_errors()
-    state = {name: t.clone() for name, t in made.state().items()}
+    state = {name: whole(t).clone() for name, t in made.state().items()}
     return {"sums": sums, "state": state, "says": made.describe()}
 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    GRID = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=(REPLICA, SHARD))
+    SHARDS = int(sys.argv[2])
+    grid = dist.get_world_size() // SHARDS, SHARDS
+    GRID = init_device_mesh("cpu", grid, mesh_dim_names=(REPLICA, SHARD))
     for case in json.load(open(sys.argv[1])):
         torch.save(run(case), f"{case['out']}.{dist.get_rank()}")
     dist.destroy_process_group()

@@ -1,6 +1,8 @@
 """Answers of padded batches are those of one prompt alone."""
 
 import copy
+import json
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -103,8 +105,20 @@ def test_seq_len_is_what_models_know_by_default(model, tokenizer, tmp_path, monk
         evaluate, "load_packs",
         lambda *a, load=evaluate.load_packs, **k: seen.append(load(*a, **k)) or seen[-1],
     )  # fmt: skip
-    argv = ["evaluate", "--models", tmp_path / "m", "--data", tmp_path / "x.jsonl", "--show", 1]
-    monkeypatch.setattr(sys, "argv", [*map(str, argv), "--dtype", "fp32"])
-    evaluate.main()
-    assert seen[0].seq_len == 256 == int(seen[0].token_counts[0])
+    argv = ["evaluate", "--data", tmp_path / "x.jsonl", "--show", 1, "--dtype", "fp32"]
+
+    def lengths(*models):
+        seen.clear()
+        monkeypatch.setattr(sys, "argv", [*map(str, [*argv, "--models", *models])])
+        evaluate.main()
+        assert all(packs.seq_len == int(packs.token_counts[0]) for packs in seen)
+        return [packs.seq_len for packs in seen]
+
+    assert lengths(tmp_path / "m") == [256]
     assert "loss of 1 document of" in capsys.readouterr().err
+    shutil.copytree(tmp_path / "m", tmp_path / "short")
+    config = json.loads((tmp_path / "m/config.json").read_text())
+    config["max_position_embeddings"] = 128
+    (tmp_path / "short/config.json").write_text(json.dumps(config))
+    # the same documents for both: as many tokens as both have positions for
+    assert lengths(tmp_path / "m", tmp_path / "short") == [128, 128]

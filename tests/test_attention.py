@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -288,6 +289,29 @@ def test_comparison_used_by_the_probe(impl, monkeypatch):
 
     monkeypatch.setitem(BACKENDS, "bucketed", wrong)
     assert compare_with_math("bucketed", torch.float32, HEADS, "cpu") > 0.1
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_the_probe_sees_one_wrong_gradient(which, monkeypatch):
+    """The output is right, and so are the other two gradients."""
+
+    def wrong(q, k, v, documents, scaling, right=BACKENDS["bucketed"]):
+        given = {"q": q, "k": k, "v": v}
+        given[which] = given[which].clone()
+        given[which].register_hook(lambda grad: 1.25 * grad)
+        return right(*given.values(), documents, scaling)
+
+    monkeypatch.setitem(BACKENDS, "bucketed", wrong)
+    error = compare_with_math("bucketed", torch.float32, HEADS, "cpu")
+    assert error == pytest.approx(0.25, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype, bound", [("fp32", 1e-3), ("bf16", 4e-2), ("fp16", 1e-2)])
+def test_the_probe_allows_what_rounding_takes(dtype, bound, monkeypatch):
+    for error, wrong in ((0.9 * bound, False), (1.1 * bound, True), (math.nan, True)):
+        monkeypatch.setattr(choices, "compare_with_math", lambda *given: error)  # noqa: B023
+        found = choices.attention_fault(dtype, "bucketed_math", *map(str, HEADS))
+        assert (found is not None) == wrong
 
 
 # ---------------------------------------------------------------- the choice, on faked machines

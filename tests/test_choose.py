@@ -1,5 +1,6 @@
 """Which documents are trained on: sources by weight, held-out ones split off."""
 
+import dataclasses
 import json
 from collections import Counter
 
@@ -96,6 +97,23 @@ def test_a_split_is_by_document_and_always_the_same(tmp_path):
     for fraction, what in ((0.001, "evaluate"), (0.999, "train")):
         with pytest.raises(UserError, match=f"--eval_fraction .* leaves none to {what} on"):
             split_off(packs, fraction, True)
+
+
+def test_a_share_of_a_pass_is_rounded(tmp_path):
+    """0.29 * 100 is 28.999... as a number of 64 bits."""
+    (path,) = files(tmp_path, 100)
+    packs = load(path, cache_dir=str(tmp_path / "cache"), pack=False)
+    assert [packs.rows_in(share) for share in (0.29, 0.58, 1, 1.13)] == [29, 58, 100, 113]
+    mixed = dataclasses.replace(packs, passes=np.array([0, 100, 200]))
+    assert [mixed.rows_in(share) for share in (0.29, 0.58, 1, 1.13)] == [29, 58, 100, 113]
+
+
+def test_the_only_rows_of_two_files_are_two_documents(tmp_path):
+    paths = files(tmp_path, 1, 1)
+    packs = load(",".join(paths), cache_dir=str(tmp_path / "cache"))
+    assert packs.doc_row.tolist() == [1, 1]
+    trained, heldout = split_off(packs, 0.5, True)
+    assert sorted([*trained.row_docs, *heldout.row_docs]) == [0, 1]
 
 
 def test_weights_of_sources(tmp_path, monkeypatch):

@@ -120,6 +120,21 @@ def test_products_agree(dtype, bound, lora):
     assert all(t.isfinite().all() for t in found[0])
 
 
+def test_weights_of_a_token_are_not_rounded():
+    """To the bit: fp32 times bf16, rounded once. The last product is with the unit matrix."""
+    _, ours, _ = experts_of("qwen", dtype=torch.bfloat16)
+    experts, (wide, d) = ours.experts, (ours.experts.down_proj.shape[2], D)
+    with torch.no_grad():
+        experts.down_proj.copy_(torch.eye(d, wide))
+    hidden, index = torch.randn(1, d).bfloat16(), torch.tensor([[3]])
+    weight = torch.tensor([[0.33337]])
+    found = sorted_experts(looped_product, experts, hidden, index, weight)
+    gate, up = (hidden @ experts.gate_up_proj[3].T).chunk(2, -1)
+    product = nn.functional.silu(gate) * up
+    assert found[:, :wide].equal((product * weight).bfloat16())
+    assert not found[:, :wide].equal(product * weight.bfloat16())
+
+
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_adapters_are_their_products_sum(name, lora):

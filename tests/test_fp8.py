@@ -252,6 +252,11 @@ def test_large_layers_only(monkeypatch):
     assert done == ["down_proj", "gate_proj", "up_proj"]
     assert left == ["k_proj", "o_proj", "q_proj", "v_proj"]
     assert type(lm.lm_head) is nn.Linear
+    config.intermediate_size = 4096 + 16  # half of it is no multiple of 16
+    for shares, of in ((1, ["down_proj", "gate_proj", "up_proj"]), (2, [])):
+        with torch.device("meta"):
+            lm = AutoModelForCausalLM.from_config(config)
+        assert layer_kinds(*use_fp8(lm, "rowwise", shares))[0] == of
 
 
 def decide(recipe, device, compute, probe=None, micro=1, seq_len=1024, **flags):
@@ -282,6 +287,10 @@ def test_where_it_works(record_property):
         with refused(f"--fp8 {given[0]}.*{message}"):
             decide(*given)
     record_property("bad inputs", len(cases))
+    slices = {"seq_len": 1040, "sequence_parallel": 2}  # the row of a rank has 520 tokens
+    with refused(tokens.format(520, 16)):
+        decide("rowwise", H100, BF16, works, **slices)
+    assert decide("rowwise", H100, BF16, works, micro=2, **slices) == ("rowwise", [])
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import test_parity as parity
 import torch
@@ -19,6 +20,7 @@ from llm_demo.core.loss import SLIM
 from llm_demo.estimate import loss_bytes
 from llm_demo.job.choices import Compute
 from llm_demo.job.costs import block_costs, experts_of, flops_of_slot
+from llm_demo.job.plan import Data, Plan
 from llm_demo.job.source import load_config
 
 
@@ -134,6 +136,13 @@ def test_flops_leave_out_the_gradients_of_frozen_weights():
     attention = 36 * 12 * 32 * 128 * 1024
     assert flops_of_slot(config, 1024) == 6 * weights + attention
     assert flops_of_slot(config, 1024, 1000) == 4 * weights + attention + 6000
+    packs = SimpleNamespace(seq_len=1024, attended=lambda rows: 1024.0)
+    source, data = SimpleNamespace(config=config), Data(packs, None, max_docs=1)
+    lora = lora_of(config)  # of 43,646,976 parameters
+    for of_run, slot in ((None, 6 * weights), (lora, 4 * weights + 6 * 43_646_976)):
+        compute = Compute(torch.bfloat16, "varlen", compile=True, lora=of_run)
+        plan = Plan(source, data, compute, None, None, {}, 0)
+        assert plan.flops_of(np.arange(3)) == 3 * 1024 * (slot + attention)
 
 
 def test_adapters_on_experts_are_counted():

@@ -58,6 +58,24 @@ def test_equals_plain_cross_entropy(n_labels, chunk, monkeypatch):
     assert_plain(mine, hidden, weight, labels)
 
 
+def test_the_heads_gradient_is_summed_in_fp32_over_chunks_in_bf16(monkeypatch):
+    """Each chunk's product is rounded where a product can't be added to fp32; a sum in bf16 would
+    be off by 7e-3."""
+    monkeypatch.setattr(loss, "CHUNK_ROWS", 64)
+    torch.manual_seed(0)
+    n, d, columns = 2048, 32, 256
+    hidden = torch.randn(1, n, d).bfloat16().requires_grad_()
+    weight = (torch.randn(columns, d) / 4).bfloat16().requires_grad_()
+    targets = torch.randint(0, columns, (n,))
+    wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    plain = F.cross_entropy(wide[0][0] @ wide[1].T, targets, reduction="sum")
+    mine = cross_entropy_sum(hidden, weight, torch.arange(n), targets)
+    assert mine.item() == pytest.approx(plain.item(), rel=1e-3)
+    (exact,) = torch.autograd.grad(plain, wide[1])
+    (grad,) = torch.autograd.grad(mine, weight)
+    assert (grad.double() - exact).norm() < 4e-3 * exact.norm()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [False, True])
 def test_where_memory_is_short_the_heads_gradient_is_narrowed_in_place(dtype, tied, monkeypatch):

@@ -10,6 +10,7 @@ from conftest import ROOT, torchrun
 from lowrank_worker import SHAPES, R, gradient
 
 from fsdp import lowrank
+from llm_demo.core.optim import ERROR, FACTOR
 
 STEPS = 12
 CASES = {
@@ -39,7 +40,7 @@ def results(tmp_path_factory):
                 out = str(folder / f"dead_from_{dead}_{processes}")
                 cases.append({**rest, "dead": dead, "out": out})
         (folder / "cases.json").write_text(json.dumps(cases))
-        torchrun(processes, ROOT / "tests/lowrank_worker.py", folder / "cases.json")
+        torchrun(processes, ROOT / "tests/lowrank_worker.py", folder / "cases.json", 1)
         for case in cases:
             name = case["out"].rsplit("/", 1)[1][:-1]
             ranks = [torch.load(f"{case['out']}.{r}") for r in range(processes)]
@@ -56,14 +57,16 @@ def off(a, b):
     )
 
 
-def textbook(steps, begin=0):
-    """The paper's algorithm 1 and 2 for one matrix each, in one process, with QR."""
-    errors = {name: 0 for name in SHAPES}
+def textbook(steps, begin=0, shards=(0, 1), state=False):
+    """The paper's algorithm 1 and 2 for one matrix each, in one process, with QR. shards: (which
+    shard's rows, of how many). state: yield (sums, errors, factors)."""
+    which, shards = shards
+    errors = {name: 0 for name in ("a", "b", "wide")}
     factors = {n: lowrank._random(SHAPES[n][1], R, n).double() for n in ("a", "b", "wide")}
     for step in range(begin, steps):
         sums = []
         for name in SHAPES:
-            total = gradient(name, step)
+            total = gradient(name, step).chunk(shards)[which]
             if name in factors:
                 matrix = total + errors[name]
                 left = torch.linalg.qr(matrix @ factors[name])[0]
@@ -71,7 +74,7 @@ def textbook(steps, begin=0):
                 total = left @ factors[name].T
                 errors[name] = matrix - total
             sums.append(total)
-        yield sums
+        yield (sums, dict(errors), dict(factors)) if state else sums
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
@@ -148,6 +151,42 @@ def test_an_infinite_gradient_spoils_its_step_only(results, bad):
     assert finite == [True, True, False, True, True]
     without = results["without", 2][0]["sums"]
     assert off(steps[:2] + steps[3:], without) == 0
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    """{case: what each of four ranks got}: two replicas, each in two shards."""
+    folder = tmp_path_factory.mktemp("sharded")
+    names = "plain", "bad", "bad_bias", "without"
+    cases = [{**CASES[name], "out": str(folder / name)} for name in names]
+    (folder / "cases.json").write_text(json.dumps(cases))
+    torchrun(4, ROOT / "tests/lowrank_worker.py", folder / "cases.json", 2)
+    return {name: [torch.load(folder / f"{name}.{rank}") for rank in range(4)] for name in names}
+
+
+def test_each_shard_is_a_matrix_of_its_own(sharded):
+    """Of which the state has all: errors in their places, each shard's factor after the last."""
+    state = sharded["plain"][0]["state"]
+    for shard in (0, 1):
+        steps = list(textbook(STEPS, shards=(shard, 2), state=True))
+        *_, (_, errors, factors) = steps
+        for replica in (0, 1):
+            found = sharded["plain"][2 * replica + shard]["sums"]
+            assert off(found, [sums for sums, *_ in steps]) < 1e-8
+        for name, error in errors.items():
+            assert off([[state[f"{name}.{ERROR}"].chunk(2)[shard]]], [[error]]) < 1e-8
+            # the same space: a basis depends on how it is made orthonormal
+            pair = state[f"{name}.{FACTOR}"].chunk(2)[shard], factors[name]
+            mine, true = (torch.linalg.qr(factor)[0] for factor in pair)
+            assert off([[mine @ mine.T]], [[true @ true.T]]) < 1e-7
+
+
+@pytest.mark.parametrize("bad", ["bad", "bad_bias"])
+def test_an_infinite_gradient_of_one_shard_spoils_the_step_of_all(sharded, bad):
+    """Nothing of that step goes into the errors and factors of the other shard."""
+    for rank, without in enumerate(sharded["without"]):
+        steps = sharded[bad][rank]["sums"]
+        assert off(steps[:2] + steps[3:], without["sums"]) == 0, rank
 
 
 def test_small_matrices_and_vectors_are_sent_whole(results):

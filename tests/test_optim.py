@@ -225,6 +225,12 @@ def test_loss_scale_grows_falls_to_1_and_is_1_in_other_dtypes():
     for _ in range(20):
         scale.update(torch.tensor(True))
     assert scale.scale == 1
+    halved = LossScale(torch.float16, CPU)
+    for overflow in [False] * 999 + [True] + [False] * 999:  # it grows after 1000 in a row
+        halved.update(torch.tensor(overflow))
+    assert halved.scale == 2.0**15
+    halved.update(torch.tensor(False))
+    assert halved.scale == 2.0**16
     fixed = LossScale(torch.bfloat16, CPU)
     fixed.update(torch.tensor(True))
     assert fixed.scale == 1

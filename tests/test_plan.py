@@ -15,9 +15,10 @@ from tiny_tokenizer import write
 from transformers import MistralConfig, Qwen2Config
 
 from llm_demo.core.errors import UserError
+from llm_demo.core.lora import Lora
 from llm_demo.job.families import window_of, without_window
 from llm_demo.job.folder import settings_of
-from llm_demo.job.plan import decide_seq_len
+from llm_demo.job.plan import decide_seq_len, usual_lr
 from llm_demo.job.run import best_of
 from llm_demo.job.source import load_config
 
@@ -89,6 +90,13 @@ SIZES = dict(
 
 def losses(folder):
     return [record["train/loss"] for record in logged(folder)]
+
+
+def test_the_usual_learning_rate_and_most_passes():
+    adapters = Lora(8, 16.0, 0.0, (), 0, {})
+    assert usual_lr(True, adapters) == (2e-4, "adapters", 10)
+    assert usual_lr(True, None) == (2e-5, "trained weights", 10)
+    assert usual_lr(False, None) == (1e-3, "random weights", 100)
 
 
 def test_a_window_is_refused_if_a_document_is_longer(tmp_path, alone):

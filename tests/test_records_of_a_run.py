@@ -3,6 +3,7 @@
 import re
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from bench.plots import shares
@@ -97,6 +98,40 @@ def test_communication_that_is_not_measured_is_not_zero():
     assert shares(summary) == {}
 
 
+def test_times_are_of_a_step_and_of_the_slowest_rank():
+    """Two steps are logged together, of two ranks."""
+    timer, records, recorded, _ = a_run(4, "--log_every", "2", "--max_skipped_steps", "0")
+    records.args.comm_timer = True
+    other = iter((3.0, 1.0))  # the other rank's ms for data; this rank's are 2
+
+    def gather(mine, operations):
+        *rest, _ = mine
+        return [[*rest, 2.0], [*rest, next(other)]], [6.0, 10.0]
+
+    records.gather = SimpleNamespace(step=gather)
+    for step in range(1, 5):
+        timer.count(tokens=10, labels=5, slots=20, flops=0)
+        if step % 2 == 0:
+            read = timer.end({"loss": torch.tensor(2.5), "norm": torch.tensor(1.0)}, dict)
+            records.add(step, 20, 10, 1e-3, read, torch.tensor(2.5), torch.tensor(1.0))
+    records.flush()
+    assert [r["perf/data_ms"] for r in recorded] == [3.0, 2.0]
+    for r in recorded:
+        assert r["perf/comm_wait_ms"] == [3.0, 5.0]
+        seconds = 2 * r["perf/step_ms"] / 1e3
+        rates = [r[f"perf/{key}_per_s"] * seconds for key in ("toks", "label_toks", "slots")]
+        assert rates == pytest.approx([20, 10, 40]) and r["data/fill"] == 0.5
+
+
+def test_the_best_loss_is_of_steps_with_a_loss():
+    timer, records, _, _ = a_run(3)
+    for step, loss in enumerate((2.0, float("nan"), 3.0), start=1):
+        add(timer, records, step, loss=torch.tensor(loss))
+    records.flush()
+    summary = summarise(records.history, SETTINGS, 1.0, None, None, [0.0])
+    assert (summary["first_loss"], summary["best_loss"], summary["last_loss"]) == (2.0, 2.0, 3.0)
+
+
 def test_medians_are_of_the_steps_since_the_last_start():
     """Those before a resume may be another script's."""
     keys = ("step_ms", "slots_per_s", "toks_per_s", "label_toks_per_s", "data_ms")
@@ -164,18 +199,18 @@ def test_a_step_is_logged_before_its_evaluation():
 
 def test_a_step_that_waited_for_the_allocator_says_so_once(monkeypatch):
     """With what to do about it. The line and the table have what the card must hold."""
-    totals = iter([7, 7, 7, 10, 10, 12])  # retries so far: 7 in loading, then after each step
+    totals = iter([7, 7, 7, 10, 14, 16])  # retries so far: 7 in loading, then after each step
     monkeypatch.setattr(timing, "memory_peaks", lambda device: (70.0, 77.1, next(totals)))
     monkeypatch.setattr("llm_demo.job.records.less_memory", lambda args: "1. halve it")
     timer, records, recorded, said = a_run(5)
     for step in range(1, 6):
         add(timer, records, step)
-    assert [r["perf/alloc_retries"] for r in recorded] == [[0], [0], [3], [0], [2]]
+    assert [r["perf/alloc_retries"] for r in recorded] == [[0], [0], [3], [4], [2]]
     assert [r["perf/reserved_gb"] for r in recorded] == [[77.1]] * 5
     warnings = [line for line in said if "warning" in line]
     assert len(warnings) == 1 and "ran out 3 times up to step 3" in warnings[0]
     assert warnings[0].endswith("1. halve it")
     assert all("mem 77.1 GiB" in line for line in said if line.startswith("step"))
     summary = summarise(records.history, SETTINGS, 1.0, None, None, [0.0])
-    assert (summary["alloc_retries"], summary["late_alloc_retries"]) == (5, 2)
+    assert (summary["alloc_retries"], summary["late_alloc_retries"]) == (9, 6)  # late: 4 + 2
     assert summary["row"]["peak_mem(G)"] == "77.1" and summary["peak_mem_gb"] == [70.0]

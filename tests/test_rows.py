@@ -405,6 +405,19 @@ def test_a_folder_of_files(tmp_path):
         find_files(f"{tmp_path}/hub")
 
 
+@pytest.mark.parametrize("word", ["test", "validation", "valid", "val", "dev", "eval", "Dev"])
+def test_a_folder_trains_on_no_other_split(word, tmp_path):
+    """By each word of a name, wherever it stands; a longer word that holds it is none."""
+    others = [f"{word}.jsonl", f"x_{word}.jsonl", f"{word}-00000-of-00002.jsonl", f"a.{word}.jsonl"]
+    kept = [f"{word}elopment.jsonl", "train.jsonl", f"un{word}.jsonl"]
+    for name in (*others, *kept):
+        (tmp_path / name).write_text("")
+    said = []
+    found = find_files(str(tmp_path), say=said.append)
+    assert sorted(os.path.basename(f) for f in found) == sorted(kept)
+    assert all(name in said[0] for name in others)
+
+
 def test_arguments_in_a_table_that_json_lacks(tmp_path):
     when = pa.scalar(0, pa.timestamp("s")).as_py()
     for value in (when, b"raw"):
@@ -661,6 +674,9 @@ def test_chat_template_is_set_and_kept(tmp_path):
 def test_seq_len_holds_99_percent(tmp_path):
     assert choose_seq_len(np.arange(1, 1001), 4096)[0] == 1024  # 990 of 1,000
     assert choose_seq_len(np.array([5] * 99 + [4000]), 4096)[0] == 128
+    # of fewer than 100 documents: all, so that none is cut
+    assert choose_seq_len(np.array([100] * 9 + [900]), 4096)[0] == 1024
+    assert choose_seq_len(np.array([5] * 98 + [4000]), 4096)[0] == 4096
     assert choose_seq_len(np.array([5] * 98 + [4000] * 2), 4096)[0] == 4096
     assert choose_seq_len(np.array([5] * 98 + [4000] * 2), 300) == (
         300, "99% of 100 documents have at most 4,000 tokens; limited to 300 by the model",
