@@ -181,9 +181,18 @@ def test_mi100_path_checkpointing_and_flag_beats_environment(kind, first_runs, f
     seed = json.loads((folder / f"math {kind}/config.json").read_text())["seed"]
     steps = [r for r in metrics(folder / f"math {kind}") if "train/loss" in r]
     attended = set()  # the mean length of a slot's document, which each step has of its own
+    seen = 0, 0  # tokens and labels so far
     for n, step in enumerate(steps):
-        squares = 0
-        for row in step_rows(len(packs), seed, n, 8):
+        squares, rows = 0, step_rows(len(packs), seed, n, 8)
+        tokens, labels = packs.token_counts[rows].sum(), packs.label_counts[rows].sum()
+        seconds, slots = step["perf/step_ms"] / 1e3, 8 * 128
+        seen = seen[0] + tokens, seen[1] + labels
+        assert (step["data/tokens"], step["data/label_tokens"]) == seen
+        assert 0 < labels < tokens < slots and step["data/fill"] == tokens / slots
+        rates = {"toks": tokens, "label_toks": labels, "slots": slots}
+        for key, count in rates.items():
+            assert step[f"perf/{key}_per_s"] == pytest.approx(count / seconds, rel=1e-6)
+        for row in rows:
             *real, last = packs.lengths(row)
             if sum(real) < packs.token_counts[row]:  # no padding, which nothing attends to
                 real.append(last)
