@@ -425,7 +425,6 @@ def test_a_digest_is_of_values_not_of_files(work, tmp_path):
     assert own == same != other
 
 
-NO_DATA = ["--train_json", "absent.jsonl"]  # for what is refused before data is read
 RESUMED = {
     "without": ([], ["--lora_rank", "0"], "holds adapters: resume with fsdp/train_fsdp.py and"),
     "rank": ([], ["--lora_rank", "8"], "holds other adapters: rank was 4, is 8"),
@@ -438,7 +437,6 @@ RESUMED = {
 def test_another_resume_is_refused(case, run_folder, work, tmp_path):
     model, more, said = RESUMED[case]
     model = model[0] if model else "tied"
-    more = [*more, *NO_DATA]
     flags = run_flags(work[0], model, tmp_path / "run", "--resume", run_folder, *more)
     done = run([sys.executable, ROOT / "fsdp/train_fsdp.py", *flags])
     assert done.returncode == 2 and said in done.stderr.splitlines()[-1]
@@ -448,8 +446,7 @@ def test_another_resume_is_refused(case, run_folder, work, tmp_path):
 def test_adapters_do_not_continue_a_whole_model(work, tmp_path):
     flags = run_flags(work[0], "tied", tmp_path / "whole", "--lora_rank", "0", "--max_steps", "1")
     torchrun(1, ROOT / "fsdp/train_fsdp.py", *flags)
-    more = ["--resume", tmp_path / "whole", *NO_DATA]
-    again = run_flags(work[0], "tied", tmp_path / "run", *more)
+    again = run_flags(work[0], "tied", tmp_path / "run", "--resume", tmp_path / "whole")
     done = run([sys.executable, ROOT / "fsdp/train_fsdp.py", *again])
     assert done.returncode == 2 and "holds a whole model, no adapters" in done.stderr
     done = exported(tmp_path / "whole", tmp_path / "out", "--merge")

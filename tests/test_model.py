@@ -157,7 +157,7 @@ WRONG = [
     ({INDEX: "[" * 10**5}, f"{INDEX} is not a safetensors index: maximum recursion"),
     ({INDEX: '{"weight_map": {"a": 5}}'}, "is not a safetensors index"),
     ({INDEX: '{"weight_map": ["a"]}'}, "is not a safetensors index"),
-    ({INDEX: '{"weight_map": {"a": "."}}'}, "which is missing"),
+    ({INDEX: '{"weight_map": {"a": "."}}'}, "which is no regular file"),
     ({INDEX: '{"weight_map": {"a": "model.safetensors"}}'}, "does not contain tensor a"),
     ({"model.safetensors": "x"}, "model.safetensors"),
     ({"model.safetensors": None, "pytorch_model.bin": ""}, "save_pretrained"),

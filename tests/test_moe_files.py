@@ -279,7 +279,8 @@ def test_bad_files_are_named_by_their_own_tensor(tmp_path):
 def find(model, said):
     """Find a model as a run does, with the bundled tokenizer."""
     args = SimpleNamespace(
-        model_name_or_path=str(model), chat_template=None, seed=0, save=False,
+        model_name_or_path=str(model), chat_template=None, chat_template_kwargs=None,
+        learn_reasoning=True, seed=0, save=False,
         tokenizer_name_or_path=str(ROOT / "models/qwen3-tiny"),
     )  # fmt: skip
     find_source(args, WORLD, 64, said.append)

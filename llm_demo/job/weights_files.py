@@ -268,10 +268,9 @@ def open_weights(folder: Path) -> Weights | None:
             raise UserError(f"{index} is not a safetensors index: {words_of(e)}") from e
         for file in dict.fromkeys(files.values()):
             if not file.is_file():
-                problem = "no regular file" if os.path.lexists(file) else "missing"
-                raise UserError(
-                    f"{index} names {file.name}, which is {problem}: is the download complete?"
-                )
+                there = os.path.lexists(file)
+                problem = "which is no regular file" if there else "which is missing"
+                raise UserError(f"{index} names {file.name}, {problem}: is the download complete?")
         return Weights(folder, files)
     if single.is_file():
         return weights_in([single])
