@@ -468,11 +468,13 @@ for (const [which, text] of pages.entries()) for (const width of widths) {
       const a = t.getBoundingClientRect(), b = t.ownerSVGElement.getBoundingClientRect();
       return a.left < b.left - 2 || a.right > b.right + 2 || a.bottom > b.bottom + 2;
     }).map(t => t.textContent);
+    const drawn = [...d.querySelectorAll("svg [id]")].filter(
+      x => x.getBoundingClientRect().width > 0).map(x => x.id);
     found.push({which, width, client: root.clientWidth, scroll: root.scrollWidth,
       svgs: svgs.map(b => [b.width, b.height]),
       cut: [...d.querySelectorAll(".scroll")].map(x => x.scrollWidth - x.clientWidth),
       columns: new Set(boxes(".grid > figure").map(b => b.left)).size,
-      inked: d.querySelectorAll("svg path").length, outside, title: d.title,
+      drawn, outside, title: d.title,
       background: getComputedStyle(d.body).backgroundColor,
       filter: getComputedStyle(d.querySelector("svg")).filter});
     document.getElementById("found").textContent = JSON.stringify(found);
@@ -513,7 +515,11 @@ def test_in_a_browser(two, tmp_path):
     for one in found:
         assert one["client"] == pytest.approx(one["width"], abs=20)
         assert one["scroll"] <= one["client"], one  # nothing is wider than the page
-        assert len(one["svgs"]) == 4 and one["inked"] > 50
+        assert len(one["svgs"]) == 4
+        runs = "ABCDEFGHI" if one["which"] == 0 else "A"
+        for letter in runs:  # each has its lines, and its ranks' bars
+            lines = f"loss-{letter}-loss norm-{letter}-norm speed-{letter}-speed".split()
+            assert {*lines, f"split-{letter}-0-compute"} <= {*one["drawn"]}, one
         assert all(w > 240 and h > 80 for w, h in one["svgs"]), one
         assert one["columns"] == (1 if one["width"] < 400 else 2)
         assert not one["outside"]
