@@ -236,6 +236,8 @@ else:
     import zero.train_zero as script
 script.run = functools.partial(train, run=script.run)
 script.make_adamw = make_adamw
+gc.freeze()  # what is imported: each case's collection would go through it
+gc.freeze = lambda: None  # a case's model would stay
 world = start()
 script.start = lambda: world  # one process group for all cases
 global_norm, linear = optim.global_norm, torch.nn.functional.linear
@@ -248,7 +250,6 @@ for case in json.load(open(CASES)):
         fsdp.build.reduce_traffic = (lambda *_, **__: None) if as_it_is else reduce_traffic
     sys.argv = [script.__file__, *case["argv"]]
     script.main()
-    gc.unfreeze()  # else this case's model would stay
 dist.barrier()
 dist.destroy_process_group()
 os._exit(0)
