@@ -20,7 +20,7 @@ from tiny_tokenizer import packs_of
 
 from llm_demo import export
 from llm_demo.core.errors import UserError
-from llm_demo.job import checkpoint_files, lock, log, records
+from llm_demo.job import checkpoint_files, lock, log, records, saver
 from llm_demo.job.files import disk_full
 from llm_demo.job.source import load_tokenizer
 
@@ -182,17 +182,21 @@ def test_a_folder_deleted_under_a_launched_run(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_a_folder_replaced_under_a_run_is_one_line(kind, train, tmp_path, monkeypatch):  # noqa: F811
-    """By another of the same name, in which the run then writes nothing."""
-    add = records.Records.add
+@pytest.mark.parametrize(
+    "moment", [(records.Records, "add"), (saver.Saver, "_refuse_non_finite")], ids=["step", "save"]
+)
+def test_a_folder_replaced_under_a_run_is_one_line(moment, kind, train, tmp_path, monkeypatch):  # noqa: F811
+    """By another of the same name, in which the run then writes nothing. save: just after the
+    checkpoint's writing has looked at it."""
+    act = vars(moment[0])[moment[1]]
 
     def replaced(self, step, *rest):
         if step == 2:
             self.log.folder.rename("moved")
             self.log.folder.mkdir()
-        add(self, step, *rest)
+        act(self, step, *rest)
 
-    monkeypatch.setattr(records.Records, "add", replaced)
+    monkeypatch.setattr(*moment, replaced)
     with pytest.raises(UserError, match="^out is gone: it was deleted or moved during"):
         train(kind, "--max_steps 4 --save_every 2 --log_every 9")
     assert not [*(tmp_path / "out").iterdir()]

@@ -44,8 +44,7 @@ def write(part: Path, tensors: dict, facts: dict, world: World, group=None) -> i
 
     def make():
         shutil.rmtree(part, ignore_errors=True)
-        part.parent.mkdir(exist_ok=True)  # don't recreate the run's folder if someone deleted it
-        part.mkdir()
+        part.mkdir()  # not with parents: the run's folder may be another one now
 
     def hashed():
         names = [file.name for file in part.glob(f"__{world.rank}_*")]

@@ -1,5 +1,6 @@
 """A run's folder while the run uses it: locked, so that only one does, and kept whole."""
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -39,12 +40,17 @@ class Lock:
         """Open and lock cmd.sh, once more if it is another file now."""
         before = self.script
         try:
-            self.script = open(regular(self.folder / "cmd.sh"), mode)
+            self.script = open(regular(self.folder / "cmd.sh"), mode, encoding="utf-8")
         except FileExistsError:
             raise UserError(f"--output_dir {self.folder}: another run is using it") from None
         self._take(self.script)
         if before:
             before.close()
+
+    def make_folder(self, name: str) -> None:
+        """Make a folder in the one that was locked, whatever lies at its name now."""
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, dir_fd=self.number)
 
     def of_folder(self) -> bool:
         """Whether the folder of this name is still the one that was locked."""

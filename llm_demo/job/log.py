@@ -101,11 +101,13 @@ class Log:
             raise UserError(folder_gone(self.folder))
 
     def restore(self) -> None:
-        """Put back what someone has deleted from the run's folder. Rank 0. Raises UserError if the
-        folder itself is gone, or another run has taken it."""
+        """Put back what someone has deleted from the run's folder, with one for checkpoints. Rank
+        0. Raises UserError if the folder itself is gone, or another run has taken it."""
         if not self.file:
             return
         with self.writing():
+            if self.args.save:
+                self.lock.make_folder("checkpoints")
             missing = put_back(self.lock, self.described)
             self.file, log_lost = reopened(self.file, self.folder / "train.log")
             self.metrics, metrics_lost = reopened(self.metrics, self.folder / "metrics.jsonl")
@@ -202,7 +204,7 @@ class Tracker:
         self.writer.flush()
 
     def _open(self, folder: Path):
-        config = json.loads((folder / "config.json").read_text())
+        config = json.loads((folder / "config.json").read_text("utf-8"))
         if self.name == "wandb":
             project = os.environ.get("WANDB_PROJECT", "llm_demo")
             return self.package.init(project=project, name=folder.name, dir=folder, config=config)
