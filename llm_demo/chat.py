@@ -15,7 +15,7 @@ from pathlib import Path
 from llm_demo.core.errors import UserError
 from llm_demo.job.args import TrainArgs
 from llm_demo.job.inputs import refuse_absent
-from llm_demo.job.local_model import find_here
+from llm_demo.job.local_model import find_here, is_of_run
 from llm_demo.job.parsing import PlainParser, choices, path_of, whole
 from llm_demo.job.process import early
 
@@ -36,8 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
 def check(args) -> None:
     """Raise UserError for files that are missing."""
     given = path_of(args.model)
-    known = ("cmd.sh", "adapter_config.json")  # of a run, and of an adapter
-    if not any((given / name).is_file() for name in known):
+    if not (is_of_run(given) or (given / "adapter_config.json").is_file()):
         find_here(args.model)
     refuse_absent("--chat_template", args.chat_template)
 
@@ -72,7 +71,8 @@ def main() -> None:
     check(args)
     with tempfile.TemporaryDirectory() as work:
         model, tokenizer = load(args, Path(work))
-    talk = sys.stdin.isatty()
+    talk, number = sys.stdin.isatty(), 0
+    sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # refused below, by line
     begin = [{"role": "system", "content": args.system}] if args.system else []
     messages = begin
     if talk:
@@ -84,10 +84,13 @@ def main() -> None:
             return
         if not line.strip() or not talk:
             messages = begin
+        number += 1
         if not line.strip():
             continue
         messages = [*messages, {"role": "user", "content": line.strip()}]
         try:
+            if any("\ud800" <= letter <= "\udfff" for letter in line):
+                raise UserError(f"line {number} of the questions is not UTF-8: {ascii(line)[:80]}")
             said = answer(model, tokenizer, messages, args.max_new_tokens)
             messages = [*messages, {"role": "assistant", "content": said}]
         except UserError as e:
@@ -101,8 +104,9 @@ def load(args, work: Path):
     """(the model, its tokenizer). work: a folder for files that are not needed later. Raises
     UserError."""
     given, adapter = path_of(args.model), None
-    if (given / "cmd.sh").is_file() and (given / "checkpoints").is_dir():  # a run
-        folder = given / "hf"
+    folder = given / "hf"
+    has_weights = (given / "checkpoints").is_dir() or (folder / "config.json").is_file()
+    if is_of_run(given) and has_weights:
         steps = [int(path.name[-8:]) for path in published(given / "checkpoints")]
         older = bool(steps) and export_of(folder, max(steps)) != folder
         if older or not (folder / "config.json").is_file():  # or none, or adapters

@@ -22,7 +22,8 @@ QUESTIONS = ["What is 11 + 33?", "Spell the word cat."]
 
 def talk(monkeypatch, capsys, *flags, questions=QUESTIONS, terminal=False):
     """What a chat prints: (stdout, stderr)."""
-    lines = io.StringIO("".join(f"{question}\n" for question in questions))
+    text = "".join(f"{question}\n" for question in questions)
+    lines = io.TextIOWrapper(io.BytesIO(text.encode("utf-8", "surrogateescape")))
     lines.isatty = lambda: terminal
     monkeypatch.setattr(sys, "stdin", lines)
     flags = [*map(str, flags), "--max_new_tokens", "12"]
@@ -79,12 +80,22 @@ def test_a_run_and_its_export_answer_alike(tmp_path, alone, monkeypatch, capsys)
     assert out == f"{first}\n{second}\n{again}\n" and said.count("> ") == 5
     lines = ["/exit", QUESTIONS[0]]
     assert talk(monkeypatch, capsys, "run", questions=lines, terminal=True)[0] == ""
+    with pytest.raises(UserError, match=r"^line 2 of the questions is not UTF-8: 'Why\\udcff"):
+        talk(monkeypatch, capsys, "run", questions=[QUESTIONS[0], "Why\udcff?"])
+    lines = ["Why\udcff?", QUESTIONS[0]]
+    out, said = talk(monkeypatch, capsys, "run", questions=lines, terminal=True)
+    assert "error: line 1 of the questions is not UTF-8" in said and out == f"{first}\n"
     # a run that went on is not what hf/ holds
     train(alone, "--output_dir", "run", "--resume", "auto", "--max_steps", "12")
     export(next((tmp_path / "run/checkpoints").glob("*12")), tmp_path / "newest", "fp32")
     newest = expected(tmp_path / "newest", *([user(q)] for q in QUESTIONS))
     out = talk(monkeypatch, capsys, "run")[0]
     assert out == "".join(f"{answer}\n" for answer in newest) and newest != answers
+    (tmp_path / "run/checkpoints").rename(tmp_path / "elsewhere")
+    assert talk(monkeypatch, capsys, "run")[0] == talk(monkeypatch, capsys, "run/hf")[0]
+    (tmp_path / "run/hf").rename(tmp_path / "hf")
+    with pytest.raises(UserError, match="^run is the folder of a run without checkpoints: it ran"):
+        talk(monkeypatch, capsys, "run")
 
 
 def test_adapters_of_a_run_and_of_a_folder(tmp_path, alone, monkeypatch, capsys):  # noqa: F811

@@ -14,7 +14,12 @@ def find_here(name: str) -> Path | None:
     """The folder of a model on this machine, None for a hub id. Raises UserError for anything else:
     a run, an adapter, an incomplete download, nothing."""
     folder = Path(os.path.expanduser(name))
-    if (folder / "cmd.sh").is_file() and (folder / "checkpoints").is_dir():
+    if is_of_run(folder):
+        if not (folder / "checkpoints").is_dir():
+            raise UserError(
+                f"{name} is the folder of a run without checkpoints: it ran with --no_save, or "
+                "they were deleted"
+            )
         raise UserError(
             f"{name} is the folder of a run, not a model: export it first with "
             f"python -m llm_demo.export {name} OUT"
@@ -32,6 +37,11 @@ def find_here(name: str) -> Path | None:
         refuse_deepspeed(folder)
         raise UserError(f"no model at {name}: it is neither a folder with config.json nor a hub id")
     return None
+
+
+def is_of_run(folder: Path) -> bool:
+    """Whether this is a run's folder, also if a part of it was deleted."""
+    return sum((folder / name).exists() for name in ("cmd.sh", "env.json", "checkpoints")) > 1
 
 
 def refuse_adapter(name: str, folder: Path) -> None:
