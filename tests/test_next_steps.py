@@ -14,7 +14,7 @@ from tiny_tokenizer import make_tokenizer, packs_of, write
 
 from llm_demo import chat, evaluate, export
 from llm_demo.core.mesh import World
-from llm_demo.job import text
+from llm_demo.job import parsing, text
 from llm_demo.job.run import next_steps, without_dry_run
 from llm_demo.job.text import resume
 from llm_demo.job.weights_files import loading, open_weights
@@ -94,6 +94,19 @@ def test_commands_are_quoted_and_parse(folder):
         "bash", "my run/cmd.sh", "--output_dir", str(folder), "--no_overwrite", "--resume", "auto",
         "--max_steps", "6",
     ]  # fmt: skip
+
+
+def test_a_folder_whose_name_looks_like_a_flag(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "-x/checkpoints").mkdir(parents=True)
+    (tmp_path / "-x/checkpoints/latest").write_text("step_00000003\n")
+    found = said(tmp_path / "-x", eval_json=parsing.local("-h.jsonl"))
+    args = export.make_parser().parse_args(words(found["export"]))
+    assert (str(args.source), str(args.out)) == ("-x", "-x/hf")
+    args = evaluate.make_parser().parse_args(words(found["evaluate"]))
+    assert (args.models, args.data) == (["./-x/hf"], "./-h.jsonl")
+    assert words(found["report"]) == ["./-x", "--out", "./-x/report.html"]
+    assert shlex.split(found["continue"])[:2] == ["bash", "./-x/cmd.sh"]
 
 
 def test_the_datas_flags_and_a_trained_base_are_kept(folder):

@@ -136,7 +136,8 @@ def module(name: str, *arguments) -> str:
 def shown(path: Path) -> str:
     """The path, relative to the user's working folder if it lies inside."""
     path, folder = path.absolute(), users_folder()
-    return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
+    text = str(path.relative_to(folder) if path.is_relative_to(folder) else path)
+    return f"./{text}" if text.startswith("-") else text  # else a command takes it for a flag
 
 
 def users_folder() -> Path:
