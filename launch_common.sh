@@ -31,6 +31,7 @@ launch() { # SCRIPT [flags of the command line]
         fi
     fi
     export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
+    export PYTHONUTF8=1 # paths and consoles are UTF-8, whatever the locale
     set -- "$PYTHON" -m llm_demo.launch --settings "${settings[@]}" -- "$script" "$@"
     # Ctrl-C would print a traceback while Python starts: block it if env can, until it is handled.
     if env --block-signal=INT true 2>/dev/null; then set -- env --block-signal=INT "$@"; fi

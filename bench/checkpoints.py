@@ -89,10 +89,14 @@ def measure_save(engine: str, args) -> dict:
         launch(command(engine, args, runs[1], *save, "--save_async", "false"))
         first = runs[0] / f"checkpoints/step_{args.save_every:08d}"
         launch(command(engine, args, runs[2], *save, "--resume", str(first)))
-        verified = re.search(r"checked and read in ([\d.]+) s", (runs[2] / "train.log").read_text())
+        verified = re.search(
+            r"checked and read in ([\d.]+) s", (runs[2] / "train.log").read_text("utf-8")
+        )
         repeated, resumed = (difference(runs[0], run, args.save_every) for run in runs[1:])
         background, waiting = records(runs[0]), records(runs[1])
-        summary, env = (json.loads((runs[0] / f"{f}.json").read_text()) for f in ("summary", "env"))
+        summary, env = (
+            json.loads((runs[0] / f"{f}.json").read_text("utf-8")) for f in ("summary", "env")
+        )
     later = [r for r in background if "save/bytes" in r][:-1]  # a run waits for its last save
     wait = [r for r in waiting if "save/bytes" in r][:-1]
     step, writing = summary["median_step_ms"], meanwhile(background, later)
@@ -114,7 +118,7 @@ def seconds(values) -> str:
 
 
 def records(run: Path) -> list[dict]:
-    return [json.loads(line) for line in open(run / "metrics.jsonl")]
+    return [json.loads(line) for line in open(run / "metrics.jsonl", encoding="utf-8")]
 
 
 def meanwhile(run: list[dict], saves: list[dict]) -> float:

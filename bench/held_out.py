@@ -53,9 +53,9 @@ def main() -> int:
     )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        rows = Path(args.rows).read_text().splitlines(keepends=True)
+        rows = Path(args.rows).read_text("utf-8").splitlines(keepends=True)
         for name, part in (("held", rows[: args.held_out]), ("train", rows[args.held_out :])):
-            Path(scratch, f"{name}.jsonl").write_text("".join(part))
+            Path(scratch, f"{name}.jsonl").write_text("".join(part), encoding="utf-8")
         for way, flags in WAYS[args.what].items():
             result = measure(way, flags, args, Path(scratch))
             store.write(args.out or f"held_out/{args.what}", result)
@@ -81,10 +81,10 @@ def measure(way: str, flags: str, args: argparse.Namespace, scratch: Path) -> di
 
 def result_of(way: str, words: list[str], out: Path) -> dict:
     """A line of the results. out: the run's folder."""
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text("utf-8").splitlines()]
     losses = {r["step"]: r["eval/loss"] for r in lines if "eval/loss" in r}
     columns = {"script": way} | {f"step {step}": f"{loss:.4f}" for step, loss in losses.items()}
-    env = json.loads((out / "env.json").read_text())
+    env = json.loads((out / "env.json").read_text("utf-8"))
     said = [Path(word).name if os.path.isabs(word) else word for word in words]
     return {"columns": columns, "losses": losses, "command": " ".join(said), "env": env}
 

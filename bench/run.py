@@ -132,7 +132,7 @@ def measure(row: dict, timeout: float) -> dict:
         command = peer.command_of(row) if peer else command_of(row, out)
         code, text = run_command(command, environment_of(row), timeout)
         files = () if code or peer else ("summary", "env", "config")
-        figures = {file: json.loads((out / f"{file}.json").read_text()) for file in files}
+        figures = {file: json.loads((out / f"{file}.json").read_text("utf-8")) for file in files}
         if peer and not code:
             figures = peer.read(row, text)
         if figures and (sent := re.search(r"PowerSGD from step .*: ([\d.]+)% of", text)):
@@ -198,7 +198,10 @@ def data_of(row: dict, model: str) -> str:
     Only the step is timed, so tokens may be random; a fixed seed makes them the same everywhere."""
     if row["data"] not in ("full", "packed", "mixed"):
         return row["data"]
-    vocab, S = json.loads((Path(model) / "config.json").read_text())["vocab_size"], row["seq_len"]
+    vocab, S = (
+        json.loads((Path(model) / "config.json").read_text("utf-8"))["vocab_size"],
+        row["seq_len"],
+    )
     file = Path(cache_folder()) / f"bench-{row['data']}-{vocab}-{S}.jsonl"
     if file.exists():
         return str(file)
@@ -218,14 +221,14 @@ def data_of(row: dict, model: str) -> str:
         lines.append(f"{json.dumps(document)}\n")
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(f"{PART}{os.getpid()}-{file.name}")  # others may write the same file
-    part.write_text("".join(lines))
+    part.write_text("".join(lines), encoding="utf-8")
     part.replace(file)
     return str(file)
 
 
 def run_command(command: list[str], env: dict, timeout: float) -> tuple[int, str]:
     """Run a command. Returns its exit code and output. Ctrl-C and the timeout end its children."""
-    with tempfile.TemporaryFile("w+") as output:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
         child = subprocess.Popen(
             command, env=env, stdout=output, stderr=output, start_new_session=True
         )

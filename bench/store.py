@@ -25,7 +25,9 @@ def file_of(name: str) -> Path:
 def read(name: str) -> list[dict]:
     """Read the results of a file in the order they were added; [] if there is no file."""
     file = file_of(name)
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return (
+        [json.loads(line) for line in file.read_text("utf-8").splitlines()] if file.exists() else []
+    )
 
 
 def write(name: str, result: dict) -> None:

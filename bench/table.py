@@ -188,7 +188,7 @@ def render(text: str, notes: bool) -> str:
 
 def rendered(page: Path) -> str:
     """Return the text that a page should have. The README's tables are in docs too, with notes."""
-    return render(page.read_text(), notes=page.parent.name == "docs")
+    return render(page.read_text("utf-8"), notes=page.parent.name == "docs")
 
 
 def pages() -> list[Path]:
@@ -205,13 +205,13 @@ def main() -> int:
         parser.error("--check takes no NAME")
     for name in args.names:
         print(table(name))
-    stale = [] if args.names else [p for p in pages() if p.read_text() != rendered(p)]
+    stale = [] if args.names else [p for p in pages() if p.read_text("utf-8") != rendered(p)]
     for page in stale:
         if args.check:
             message = f"{page.relative_to(ROOT)} is out of date: run python -m bench.table"
             print(f"error: {message}", file=sys.stderr)
         else:
-            page.write_text(rendered(page))
+            page.write_text(rendered(page), encoding="utf-8")
     return int(args.check and bool(stale))
 
 

@@ -92,7 +92,7 @@ def measured(model: str, way: str) -> str:
     fastest = 0, "–"
     for preset in PRESETS:
         file = ROOT / f"bench/results/h200-x2/{preset}.jsonl"
-        for line in file.read_text().splitlines() if file.exists() else ():
+        for line in file.read_text("utf-8").splitlines() if file.exists() else ():
             result = json.loads(line)
             row = result["row"]
             ours = row["engine"] not in PEERS and result["status"] == "ok"
@@ -191,11 +191,11 @@ def pages(of_long_rows: bool) -> dict[Path, str]:
         )
     plan_for("")  # this machine again
     return {
-        page: marks.sub(lambda m, new=new: m[1] + new + m[2], page.read_text())
+        page: marks.sub(lambda m, new=new: m[1] + new + m[2], page.read_text("utf-8"))
         for page, marks, new in made
     }
 
 
 if __name__ == "__main__":
     for page, text in (pages(False) | pages(True)).items():
-        page.write_text(text)
+        page.write_text(text, encoding="utf-8")

@@ -94,4 +94,4 @@ def listed(names) -> str:
 
 
 if __name__ == "__main__":
-    (ROOT / "docs/flags.md").write_text(page())
+    (ROOT / "docs/flags.md").write_text(page(), encoding="utf-8")

@@ -31,7 +31,7 @@ def imports() -> dict[str, set[str]]:
     found = {}
     for name, file in names.items():
         found[name] = set()
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
             if isinstance(node, ast.ImportFrom) and node.module in names:
                 inside = {f"{node.module}.{alias.name}" for alias in node.names}
                 found[name] |= (inside & names.keys()) or {node.module}
@@ -70,11 +70,11 @@ def modules() -> str:
     for room in ROOMS:
         folder = ROOT / (room if room in SCRIPTS else f"llm_demo/{room}")
         files = {file.stem: file for file in sorted(folder.glob("*.py"))}
-        about = ast.get_docstring(ast.parse(files.pop("__init__").read_text()))
+        about = ast.get_docstring(ast.parse(files.pop("__init__").read_text("utf-8")))
         about = about or "Commands for people."
         rows += ["", f"**{folder.relative_to(ROOT)}/**: {about}", "", "```"]
         for name in dict.fromkeys([*(CORE if room == "core" else ()), *files]):
-            about = ast.get_docstring(ast.parse(files[name].read_text())) or ""
+            about = ast.get_docstring(ast.parse(files[name].read_text("utf-8"))) or ""
             sentence = " ".join(about.split("\n\n")[0].split()).split(". ")[0].rstrip(".")
             rows += textwrap.wrap(f"{name + '.py':26}{sentence}", 114, subsequent_indent=" " * 26)
         rows.append("```")
@@ -82,7 +82,7 @@ def modules() -> str:
 
 
 def page() -> str:
-    text = PAGE.read_text()
+    text = PAGE.read_text("utf-8")
     for name, write in (("layers", picture), ("modules", modules)):
         marked = re.compile(f"(<!-- {name} -->\n).*?(<!-- end {name} -->)", re.S)
         text = marked.sub(lambda m, write=write: m[1] + write() + m[2], text)
@@ -103,12 +103,14 @@ def reached(of: dict[str, set[str]], module: str) -> set[str]:
 def functions(file: Path) -> list[tuple[str, int]]:
     """(name, lines) of each function of a file."""
     kinds = ast.FunctionDef, ast.AsyncFunctionDef
-    nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, kinds)]
+    nodes = [
+        node for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, kinds)
+    ]
     return [(node.name, node.end_lineno - node.lineno + 1) for node in nodes]
 
 
 def lines(*files: Path) -> int:
-    return sum(len(file.read_text().splitlines()) for file in files)
+    return sum(len(file.read_text("utf-8").splitlines()) for file in files)
 
 
 # what a step of a dense model takes from a row to an updated weight, in the order of reading
@@ -147,6 +149,6 @@ if __name__ == "__main__":
         if sys.argv[1:] == ["--sizes"]:
             print(sizes())
         else:
-            PAGE.write_text(page())
+            PAGE.write_text(page(), encoding="utf-8")
     except ValueError as e:
         sys.exit(f"error: {e}")

@@ -72,6 +72,7 @@ from llm_demo.job.checkpoint_files import (
 from llm_demo.job.device import DTYPES, drawn_on, this_device
 from llm_demo.job.dist import run
 from llm_demo.job.families import TEXT_OF
+from llm_demo.job.files import write_json, write_text
 from llm_demo.job.low_bits import E4M3, FORMATS, as_stored, configuration, laid_out, weight_of
 from llm_demo.job.model_folder import describe, on_meta
 from llm_demo.job.process import appearing, read_text
@@ -123,7 +124,7 @@ print(model([{{"role": "user", "content": "Your question"}}], max_new_tokens=256
 def export_of(out: Path, steps: int) -> Path:
     """`out`, or beside it out_step_N if `out` holds an export of another step than `steps`."""
     card = out / "README.md"
-    other = card.is_file() and f", {steps} optimizer steps, " not in card.read_text()
+    other = card.is_file() and f", {steps} optimizer steps, " not in card.read_text("utf-8")
     return out.with_name(f"{out.name}_step_{steps}") if other else out
 
 
@@ -190,7 +191,7 @@ def export(
                     "load the base with AutoModelForCausalLM: on a class with images these "
                     "adapters have no effect; for servers --merge them"
                 )
-        (part / "README.md").write_text(card(checkpoint, out.name, None if whole else lora))
+        write_text(part / "README.md", card(checkpoint, out.name, None if whole else lora))
     kind = "weights" if whole else "adapters"
     line = f"exported {checkpoint} to {out}: {n_bytes / 1e6:,.0f} MB of {kind} in {dtype}"
     return "\n".join([line, *notes])
@@ -319,7 +320,7 @@ def write_weights(
             save_finite(tensors, folder / file, checkpoint)
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        write_json(folder / "model.safetensors.index.json", index, indent=2)
     return plan.metadata["total_size"]
 
 

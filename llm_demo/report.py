@@ -293,7 +293,7 @@ def page(runs: list) -> str:
             "speed": line_chart(drawn, "speed", "perf/toks_per_s", "tokens per second"),
             "split": split_chart(drawn),
         }
-    template = Environment(autoescape=True, trim_blocks=True).from_string(PAGE.read_text())
+    template = Environment(autoescape=True, trim_blocks=True).from_string(PAGE.read_text("utf-8"))
     return template.render(
         marker=MARKER, names=", ".join(str(run.folder) for run in runs), runs=runs, warmup=WARMUP,
         charts=drawn and charts, untimed=[run.letter for run in drawn if not run.parts],

@@ -71,7 +71,7 @@ def read_switches(path: str, known: set[str], known_zero: set[str]) -> dict:
     """The user's engine switches, of which the sets name the allowed. Raises UserError for settings
     that flags own, and for those that train wrongly or of the wrong kind."""
     try:
-        switches = DECODER.decode(regular(Path(path)).read_text())
+        switches = DECODER.decode(regular(Path(path)).read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as e:
         raise UserError(f"--deepspeed_config {path}: {e}") from None
     zero = switches.get("zero_optimization", {}) if isinstance(switches, dict) else None

@@ -314,6 +314,8 @@ BAD = [
     ("fsdp", "--output_dir good.jsonl/x", "good.jsonl/x: can't write to"),
     ("fsdp", "--output_dir /proc/x", "/proc/x: can't write to /proc"),
     ("fsdp", "--output_dir pipe", "pipe is a file"),
+    ("fsdp", "--output_dir bad\udcff", r"'bad\\udcff' is not UTF-8: give it another name"),
+    ("fsdp", "--dry_run --output_dir bad\udcff", r"'bad\\udcff' is not UTF-8"),
     ("fsdp", f"--output_dir {LONG}", "n: File name too long"),
     (ALL, f"--resume 'no run' {NO_DATA}", "no run: no such folder"),
     (ALL, f"--resume 'earlier run' {NO_DATA}", "earlier run: it has no intact checkpoint"),

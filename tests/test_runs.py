@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -483,6 +484,25 @@ def test_no_secret_of_a_flag_is_written_down_or_shown(tmp_path):
     assert run.config == kept
     after = {"HSA_PWD": "left out", "NCCL_URL": "x://***@h", "NCCL_DEBUG": "1"}
     assert run.env == {"environment": after}
+
+
+def test_cmd_sh_has_the_bytes_of_paths_that_are_not_utf8(tmp_path, monkeypatch):
+    here = tmp_path / "here\udcff"
+    (here / "röü").mkdir(parents=True)
+    monkeypatch.chdir(here)
+    stand_in = here / "python"
+    stand_in.write_text('#!/bin/sh\npwd; echo "$PYTHONUTF8 $@"\n')
+    stand_in.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stand_in))
+    monkeypatch.setattr(sys, "argv", ["train.py", "--output_dir", "röü"])
+    run_folder.describe_run(Path("röü"), {"output_dir": "here\udcff"}, WORLD)
+    assert json.loads(Path("röü/config.json").read_text()) == {"output_dir": "here\udcff"}
+    done = subprocess.run(["bash", "röü/cmd.sh"], capture_output=True, cwd=here)
+    script = os.fsencode(here / "train.py")
+    said = b"%s\n1 -m llm_demo.launch %s --output_dir r\xc3\xb6\xc3\xbc\n"
+    assert done.stdout == said % (os.fsencode(here), script), done.stderr
+    files.write_text(Path("page.md"), "of here\udcff\n")
+    assert Path("page.md").read_bytes() == b"of here\\udcff\n"
 
 
 @pytest.mark.parametrize("name", [

@@ -62,7 +62,7 @@ def experiments(facts: dict, start: Callable, folder: str, tell: Callable, limit
         facts["pairs"] = [{"pair": (0, 1), "result": pair}]
         tell(lines.group_line("pair", pair))
     facts["choices"] = chosen = finish([choosing])[0][0]
-    open(go, "w").close()
+    open(go, "w", encoding="utf-8").close()
     facts["kernels"] = speed = finish([measuring])[0][0]
     for name, answer in (("attention", chosen), ("kernels", speed)):
         if "problem" in answer:

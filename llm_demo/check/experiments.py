@@ -130,7 +130,7 @@ def _load(vendor: str, bus: str) -> str:
     folder, files = probe_root() / "sys/bus/pci/devices" / bus, {}
     for file in (*folder.glob("hwmon/*/*_*"), folder / "pp_dpm_sclk"):
         with contextlib.suppress(OSError):  # a sensor that is off
-            files[file.name] = file.read_text().strip()
+            files[file.name] = file.read_text("utf-8").strip()
     number = lambda name: float(text) if (text := files.get(name, "")).isdecimal() else 0.0  # noqa: E731
     of = lambda limit, unit: f" of {limit:.0f} {unit}" if limit else f" {unit}"  # noqa: E731
     clocks = re.findall(r"(\d+)Mhz( \*)?", files.get("pp_dpm_sclk", ""))  # * marks the current one

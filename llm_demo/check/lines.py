@@ -73,9 +73,9 @@ def torch_build(facts: dict, smi: str) -> tuple:
 
 def supported_amd() -> bool:
     """Whether the kernel lists an AMD GPU that one of PyTorch's ROCm builds has code for."""
-    archs = (ROOT / "llm_demo/job/rocm_builds.txt").read_text().split()
+    archs = (ROOT / "llm_demo/job/rocm_builds.txt").read_text("utf-8").split()
     for file in (probe_root() / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"):
-        words = file.read_text().split()
+        words = file.read_text("utf-8").split()
         code = int(dict(zip(words[::2], words[1::2], strict=False)).get("gfx_target_version", 0))
         if f"gfx{code // 10000}{code // 100 % 100:x}{code % 100:x}" in archs:
             return True

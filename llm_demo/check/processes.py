@@ -70,11 +70,11 @@ class Job:
 
     def answers(self) -> list[dict]:
         """The answers so far; {"problem": text} for a task that failed."""
-        return [json.loads(line) for line in self.file.read_text().split("\n")[:-1]]
+        return [json.loads(line) for line in self.file.read_text("utf-8").split("\n")[:-1]]
 
     def last_words(self) -> list[str]:
         """The last lines of its output."""
-        lines = self.file.with_name("log").read_text(errors="replace").splitlines()
+        lines = self.file.with_name("log").read_text("utf-8", "replace").splitlines()
         return [line for line in lines if line.strip()][-40:]
 
 
@@ -164,7 +164,7 @@ def serve(functions: dict) -> None:
     if LIBC is not None:  # don't lose NCCL's last lines in a buffer
         LIBC.setvbuf(ctypes.c_void_p.in_dll(LIBC, "stdout"), None, 1, 0)
     file, tasks = sys.argv[1:]
-    with open(file, "a") as answers:
+    with open(file, "a", encoding="utf-8") as answers:
         for name, arguments in json.loads(tasks):
             try:
                 answer = functions[name](**arguments)

@@ -158,7 +158,7 @@ def write_documents(folder: str, files: list[str], codec: Codec, flags, limit: i
     np.save(f"{folder}/documents.npy", documents)
     tokenizer = codec.tokenizer
     pads = [i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None]
-    with open(f"{folder}/meta.json", "w") as file:
+    with open(f"{folder}/meta.json", "w", encoding="utf-8") as file:
         json.dump({"seq_len": seq_len, "pad_id": pads[0], "stats": stats}, file, default=vars)
 
 
@@ -166,7 +166,7 @@ def read(folder: str) -> Packs:
     """The documents of a folder that `build` has written, without rows. Their identity is a
     checksum of tokens and labels. Raises OSError, ValueError and others if it is damaged."""
     sums = verified(folder)
-    meta = json.loads(Path(folder, "meta.json").read_text())
+    meta = json.loads(Path(folder, "meta.json").read_text("utf-8"))
     lengths, doc_labels, doc_file, doc_row = np.load(f"{folder}/documents.npy")
     stats, (tokens, is_label) = Stats.of(meta["stats"]), _open_flat(folder)
     stats.identity["tokens and labels"] = "-".join(sums[name] for name in FLAT)

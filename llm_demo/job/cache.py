@@ -35,7 +35,7 @@ def build(folder: str, write: Callable[[str], None]) -> None:
             tempfile.TemporaryDirectory(
                 prefix=BUILDING, dir=root, ignore_cleanup_errors=True
             ) as temporary,
-            open(os.path.join(temporary, "lock"), "w") as lock,
+            open(os.path.join(temporary, "lock"), "w", encoding="utf-8") as lock,
         ):
             with contextlib.suppress(OSError):  # some network file systems have no locks
                 fcntl.flock(lock, fcntl.LOCK_EX)
@@ -44,7 +44,7 @@ def build(folder: str, write: Callable[[str], None]) -> None:
             write(built)
             let_read(Path(built))
             sums = _sums_of(built)
-            with open(f"{built}/{SUMS}", "w") as file:
+            with open(f"{built}/{SUMS}", "w", encoding="utf-8") as file:
                 json.dump(sums, file)
             if not (damaged and os.path.isdir(folder)):
                 return os.replace(built, folder)
@@ -71,7 +71,7 @@ def _remove_stale(root: str) -> None:
             files = [folder, *glob.glob(f"{glob.escape(folder)}/**", recursive=True)]
             age = time.time() - max(map(os.path.getmtime, files))
             if age > (60 if ours else DAY):  # a new one may not be locked yet
-                with open(os.path.join(folder, "lock"), "a") as lock:
+                with open(os.path.join(folder, "lock"), "a", encoding="utf-8") as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(folder, ignore_errors=True)
 
@@ -79,7 +79,7 @@ def _remove_stale(root: str) -> None:
 def verified(folder: str) -> dict[str, str]:
     """{file: its CRC-32} of a folder that `build` made. Raises ValueError if a file has changed,
     OSError if one can't be read."""
-    with open(f"{folder}/{SUMS}") as file:
+    with open(f"{folder}/{SUMS}", encoding="utf-8") as file:
         sums = json.load(file)
     if not isinstance(sums, dict) or not all(isinstance(of, str) for of in sums.values()):
         raise ValueError(f"{SUMS} is not a list of checksums")

@@ -114,7 +114,9 @@ def no_code(device: Device) -> str:
         if 50 <= int(device.arch.removeprefix("sm_")) < 75:
             return "PyTorch's builds for CUDA 12.6 have it (sm_50 to sm_90): install one of those"
         return "install a PyTorch build for another CUDA version that has it"
-    rows = map(str.split, Path(__file__).with_name("rocm_builds.txt").read_text().splitlines())
+    rows = map(
+        str.split, Path(__file__).with_name("rocm_builds.txt").read_text("utf-8").splitlines()
+    )
     names = [name for name, *archs in rows if name != "#" and device.arch in archs]
     if not names:
         return "none of PyTorch's ROCm builds has it"
@@ -217,14 +219,14 @@ def _amd_links(root: Path) -> dict[tuple[str, str], str]:
     gpus, pairs = {}, {}
     for file in (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"):
         with contextlib.suppress(OSError, ValueError):  # unreadable if a container lacks this GPU
-            lines = file.read_text().splitlines()
+            lines = file.read_text("utf-8").splitlines()
             facts = {key: int(value) for key, value in map(str.split, lines)}
             if facts.get("gfx_target_version"):  # 0 for a CPU
                 gpus[int(file.parent.name)] = facts
     for a, b in itertools.permutations(sorted(gpus), 2):
         files = (root / f"sys/class/kfd/kfd/topology/nodes/{a}/io_links").glob("*/properties")
         wanted = {"type 11", f"node_to {b}"}  # between GPUs, the kernel lists XGMI links only
-        direct = any(wanted <= set(file.read_text().splitlines()) for file in files)
+        direct = any(wanted <= set(file.read_text("utf-8").splitlines()) for file in files)
         places = [(gpus[n].get("domain", 0), gpus[n]["location_id"]) for n in (a, b)]
         a_bus, b_bus = (f"{d:04x}:{at >> 8:02x}:{at >> 3 & 31:02x}.{at & 7}" for d, at in places)
         pairs[a_bus, b_bus] = "XGMI" if direct else "PCIe"
@@ -291,8 +293,8 @@ def cores_near(device: torch.device, sysfs: Path = Path("/sys")) -> list[int]:
     props = torch.cuda.get_device_properties(device)
     try:
         name = f"{props.pci_domain_id:04x}:{props.pci_bus_id:02x}:{props.pci_device_id:02x}.0"
-        node = int((sysfs / f"bus/pci/devices/{name}/numa_node").read_text())
-        spans = (sysfs / f"devices/system/node/node{node}/cpulist").read_text().split(",")
+        node = int((sysfs / f"bus/pci/devices/{name}/numa_node").read_text("utf-8"))
+        spans = (sysfs / f"devices/system/node/node{node}/cpulist").read_text("utf-8").split(",")
     except (AttributeError, OSError, ValueError):  # an old PyTorch, or a single node: -1
         return []
     ends = [[int(n) for n in span.split("-")] for span in spans]
@@ -305,7 +307,7 @@ def free_host_memory(root: Path = Path("/")) -> int:
     first. root: where /proc and /sys are."""
     free = psutil.virtual_memory().available
     try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        lines = (root / "proc/self/cgroup").read_text("utf-8").splitlines()
     except OSError:  # macOS
         return free
     for line in lines:  # "0::/path" in version 2, "4:memory:/path" in version 1
@@ -317,8 +319,10 @@ def free_host_memory(root: Path = Path("/")) -> int:
         for group in (PurePosixPath(path), *PurePosixPath(path).parents):
             folder = top / group.relative_to("/")
             try:
-                left = int((folder / limit).read_text()) - int((folder / taken).read_text())
-                cached = re.findall(cache, (folder / "memory.stat").read_text(), re.M)
+                left = int((folder / limit).read_text("utf-8")) - int(
+                    (folder / taken).read_text("utf-8")
+                )
+                cached = re.findall(cache, (folder / "memory.stat").read_text("utf-8"), re.M)
             except (OSError, ValueError):  # a container does not see the groups above; no limit
                 continue
             free = min(free, max(0, left + sum(map(int, cached))))

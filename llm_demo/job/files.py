@@ -94,11 +94,13 @@ def write_json(file: Path, value, **options) -> None:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Replace a small file atomically: a reader sees either the old text or the new one."""
+    """Replace a small file atomically: a reader sees either the old text or the new one. What
+    UTF-8 can't hold, such as half a surrogate pair of a file's name, is written as an escape."""
     part = file.with_name(f"{PART}{file.name}")
     part.unlink(missing_ok=True)
     try:
-        with open(part, "x", encoding="utf-8") as f:  # never through a link that lies there
+        # x: never through a link that lies there
+        with open(part, "x", encoding="utf-8", errors="backslashreplace") as f:
             f.write(text)
             f.flush()
             os.fsync(f.fileno())

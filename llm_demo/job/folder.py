@@ -43,7 +43,7 @@ if [[ ! $folder -ef {folder} && " $*" != *" --output"[_-]"dir"* ]]; then
 fi
 export LLM_DEMO_STARTED_IN=$PWD
 cd {cwd} || exit
-exec env {nodes} PYTHONPATH={root} {python} -m llm_demo.launch {script} {argv} "$@"
+exec env {nodes} PYTHONUTF8=1 PYTHONPATH={root} {python} -m llm_demo.launch {script} {argv} "$@"
 """
 
 PACKAGES = ("torch", "transformers", "deepspeed", "datasets", "accelerate", "peft", "numpy",
@@ -227,7 +227,8 @@ def describe_run(folder: Path, settings: dict, world) -> None:
     }  # fmt: skip
     words = {name: shlex.quote(str(word)) for name, word in words.items()}
     words["nodes"] = " ".join(f"{name}={value}" for name, value in given.items())
-    (folder / "cmd.sh").write_text(CMD.format(**words, argv=shlex.join(argv)))
+    # in place, since it is locked; paths as the system has them, whatever the locale
+    (folder / "cmd.sh").write_bytes(os.fsencode(CMD.format(**words, argv=shlex.join(argv))))
 
 
 def read_run(folder: Path) -> SimpleNamespace:

@@ -145,7 +145,7 @@ def describe_model(model: Path, tokenizer, folder: Path, config=None) -> None:
         if (model / name).is_file():
             shutil.copyfile(model / name, folder / name)
     if config:
-        copied = json.loads((folder / "config.json").read_text())
+        copied = json.loads((folder / "config.json").read_text("utf-8"))
         same = config.model_type == copied["model_type"]  # else a part of it is trained
         changed, positions = dict(copied) if same else config.to_dict(), "max_position_embeddings"
         if longest := max(changed.get(positions, 0), getattr(config, positions, 0)):
@@ -208,7 +208,7 @@ def try_describe(model: Path, tokenizer, config) -> list[str]:
 def describe_for_version_4(folder: Path) -> None:
     """Add the keys that transformers 4, and servers that use it, read in config.json. Without them
     it silently takes defaults. Version 5 reads the same model from both."""
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text("utf-8"))
     config.pop("auto_map", None)  # names code that is not in this folder
     config["torch_dtype"] = config["dtype"]
     if "num_local_experts" in config:
@@ -230,7 +230,7 @@ def describe_for_version_4(folder: Path) -> None:
 
 def name_tokenizer_for_version_4(folder: Path) -> None:
     """Name a tokenizer's class and special tokens as in transformers 4. Version 5 reads both."""
-    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
     config.pop("auto_map", None)
     if config["tokenizer_class"] == "TokenizersBackend":
         config["tokenizer_class"] = "PreTrainedTokenizerFast"

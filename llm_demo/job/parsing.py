@@ -125,12 +125,28 @@ def bound_broken(rules: typing.Mapping, value: int | float) -> str:
 class PlainParser(argparse.ArgumentParser):
     def parse_known_args(self, args=None, namespace=None):
         for word in sys.argv[1:] if args is None else args:
+            refuse_other_text(word)
             if re.fullmatch("--?[^=]+=--", word):  # argparse before 3.13 drops this value
                 raise UserError(f"{word}: -- is no value: set one behind =")
         return super().parse_known_args(args, namespace)
 
     def error(self, message):  # argparse would print its usage first, which is long
         raise UserError(f"{message} (see --help)")
+
+
+def refuse_other_text(word: str) -> None:
+    """Raise UserError for a word of the command line that is not UTF-8, or that Python has read
+    as something else: tokenizers and safetensors open only paths that are UTF-8."""
+    encoding = sys.getfilesystemencoding()
+    try:
+        os.fsencode(word).decode("utf-8")
+    except UnicodeError:
+        raise UserError(f"{ascii(word)[:80]} is not UTF-8: give it another name") from None
+    if not word.isascii() and encoding != "utf-8":
+        raise UserError(
+            f"{ascii(word)[:80]}: Python reads names in this locale as {encoding}, not UTF-8: set "
+            "PYTHONUTF8=1"
+        )
 
 
 class FlagHelp(argparse.RawDescriptionHelpFormatter):
@@ -277,7 +293,8 @@ def local(text: str, flag: str = "") -> str:
             f"{flag}{text[:80]}: {scheme[1]}/ is not supported: name a path on this machine, such "
             "as a mounted folder; models and datasets on the hub are named by id, as in you/name"
         )
-    return os.path.expanduser(text)
+    # a command that gets it from us would take -x for a flag
+    return f"./{text}" if text.startswith("-") else os.path.expanduser(text)
 
 
 def path_of(text: str) -> Path:

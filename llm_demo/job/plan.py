@@ -158,7 +158,7 @@ def same_flags(args: Args) -> dict:
     flags = {f"--{name}": value for name, value in vars(args).items() if name not in PATHS}
     flags["held-out data"] = "none" if heldout_file(args) == "none" else "given"
     if file := args.deepspeed_config:
-        flags["content of --deepspeed_config"] = json.loads(regular(Path(file)).read_text())
+        flags["content of --deepspeed_config"] = json.loads(regular(Path(file)).read_text("utf-8"))
     return flags
 
 

@@ -162,7 +162,7 @@ class _Stream:
                     line = f"warning: {os.strerror(e.errno)}: further console output is dropped\n"
                     os.write(2, line.encode())
             # buffered text and C++ output also go there
-            with open(os.devnull, "w") as nowhere:
+            with open(os.devnull, "w", encoding="utf-8") as nowhere:
                 os.dup2(nowhere.fileno(), self._stream.fileno())
 
 

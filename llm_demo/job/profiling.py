@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from llm_demo.core.mesh import World
 from llm_demo.core.timer import AWAIT, MUTED, union
+from llm_demo.job.files import write_text
 
 # of copy_engines.py: what an operation ends with, and all that it consists of
 BARRIER = re.compile(r"symmetric_memory::(?:barrier|put_signal)", re.I)
@@ -68,7 +69,7 @@ class StepProfiler:
         figures = combine(ranks)
         if self.world.rank == 0:
             title = f"steps {self.first} to {self.last}, figures of one step"
-            (folder / "profile.txt").write_text(page(title, figures))
+            write_text(folder / "profile.txt", page(title, figures))
         return figures
 
 

@@ -77,7 +77,7 @@ def load_config(folder: Path, max_len: int, weights_elsewhere: bool = False):
     """The model's configuration, of weights as they are read: not quantised. weights_elsewhere:
     this folder has none. Raises UserError if this project can't train it exactly."""
     try:
-        raw, blocks = (folder / "config.json").read_text(encoding="utf-8"), "num_hidden_layers"
+        raw, blocks = (folder / "config.json").read_text("utf-8"), "num_hidden_layers"
         raw = json.loads(raw)
         for problem in odd_sizes({blocks: (raw.get("text_config") or raw).get(blocks)}):
             raise ValueError(problem)  # transformers makes a list of them
@@ -259,7 +259,7 @@ def fix_date(tokenizer, day: str) -> bool:
 def read_chat_template(file: Path, tokenizer) -> str:
     """The source of a Jinja chat template. Raises UserError if it can't be read or compiled."""
     try:
-        template = regular(file).read_text(encoding="utf-8")
+        template = regular(file).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"--chat_template {file}: {getattr(e, 'strerror', None) or e}") from None
     if "messages" not in template:

@@ -260,7 +260,7 @@ def open_weights(folder: Path) -> Weights | None:
             raise UserError(f"{file} is no regular file: is the download complete?")
     if index.is_file():
         try:
-            places = json.loads(index.read_text())["weight_map"]
+            places = json.loads(index.read_text("utf-8"))["weight_map"]
             if away := [f for f in places.values() if f[:1] == "/" or ".." in Path(f).parts]:
                 raise UserError(f"{index} names {away[0]}, which is not in its folder")
             files = {n: folder / f for n, f in places.items()}

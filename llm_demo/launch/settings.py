@@ -28,7 +28,7 @@ def check_flags(command: list[str]):
     its flags. Scripts without a flags.py beside them are not checked: None. Raises UserError."""
     script = Path(command[0])
     if (script.parent / "flags.py").is_file():
-        description = ast.get_docstring(ast.parse(script.read_text())) or ""
+        description = ast.get_docstring(ast.parse(script.read_text("utf-8"))) or ""
         return parse_args(description, *groups_of(script.parent), argv=command[1:])
     return None
 
@@ -112,7 +112,7 @@ def without_effect(script: Path, environ: dict) -> list[str]:
 
 def read_launcher(launcher: Path) -> tuple[Path, dict[str, str]]:
     """(training script, {setting: default}) of a launcher such as fsdp/launch_fsdp.sh."""
-    root, text = str(launcher.parent.parent), launcher.read_text()
+    root, text = str(launcher.parent.parent), launcher.read_text("utf-8")
     settings = re.findall(r"^(\w+)=\$\{\1-(.*?)\}", text, re.M)
     script = re.search(r'^launch (\S+) "\$@"', text, re.M)[1]
     return Path(root, script), {name: value.replace("$ROOT", root) for name, value in settings}
