@@ -52,7 +52,7 @@ def good(tmp_path_factory):
     weights = dict(AutoModelForCausalLM.from_config(config).named_parameters())
     tensors = {n: p.detach().float() for n, p in weights.items()}
     part = folder / "checkpoints/.part"
-    folder.mkdir()
+    part.parent.mkdir(parents=True)
     checkpoint_files.write(part, tensors | saver.rng_state(WORLD), FACTS, WORLD)
     checkpoint_files.publish(part, folder / "checkpoints/step_00000007")
     config.save_pretrained(folder / "source")
