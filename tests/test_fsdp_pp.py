@@ -420,12 +420,12 @@ SHARED = [
 @pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for GPUs")
 @pytest.mark.parametrize("processes, stages, schedule", SHARED)
 def test_mailboxes_carry_what_stages_send(processes, stages, schedule, one_process, tmp_path):
-    """On CPUs that stand in for GPUs. Evaluated in batches of another size."""
+    """On CPUs that stand in for GPUs. Evaluated in larger batches than it trains."""
     flags = {
         "--model_name_or_path": TINY, "--train_json": FIRST,
         "--stages": stages, "--schedule": schedule, "--grad_accum_steps": 4 * stages // processes,
         "--micro_batch_size": 4, "--seq_len": 64, "--lr": 2e-3, "--max_steps": 4,
-        "--dtype": "fp32", "--log_every": 1, "--eval_batch_size": 3, "--sample_tokens": 6,
+        "--dtype": "fp32", "--log_every": 1, "--eval_batch_size": 5, "--sample_tokens": 6,
         "--output_dir": tmp_path / "run",
     }  # fmt: skip
     flat = [str(x) for pair in flags.items() for x in pair]

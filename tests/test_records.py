@@ -123,6 +123,9 @@ CONTRADICTORY = {
     "a weight": ({"weight": 0.5}, "'weight' is not known beside 'input_ids'"),
     "pixels": ({"pixel_values": [[1]]}, "'pixel_values' is not known beside 'input_ids'"),
     "documents": ({"seq_lengths": [2, 3]}, "'seq_lengths' is not known beside 'input_ids'"),
+    "sequences": ({"sequence_ids": [0, 1]}, "'sequence_ids' is not known beside 'input_ids'"),
+    "document ids": ({"document_ids": [0, 1]}, "'document_ids' is not known beside 'input_ids'"),
+    "segments": ({"segment_ids": [0, 1]}, "'segment_ids' is not known beside 'input_ids'"),
 }  # fmt: skip
 
 
@@ -165,6 +168,42 @@ def test_roles_by_other_names(tmp_path, roles):
     turns = [{"role": roles[0], "content": "hi"}, {"from": roles[1], "value": "yo"}]
     packs = load(write(tmp_path / "x.jsonl", {"conversations": turns}))
     assert first(packs) == golden(YO)
+
+
+OTHER_NAMES = {
+    "system": ["developer"],
+    "user": ["human", "prompter"],
+    "assistant": ["gpt", "chatgpt", "model", "bot", "ai"],
+    "tool": ["function", "ipython", "observation", "tool_response", "function_response"],
+}
+
+
+def test_each_name_of_a_role(tmp_path):
+    for role, names in OTHER_NAMES.items():
+        for name in (role, *names):
+            turns = messages(("system", "s"), ("user", "u"), ("assistant", "a"), ("tool", "t"))
+            turns["messages"].append({"role": "assistant", "content": "b"})
+            for turn in turns["messages"]:
+                turn["role"] = name if turn["role"] == role else turn["role"]
+            found = first(load(write(tmp_path / f"{name}.jsonl", turns)))
+            text = "<S>system\ns<E>\n<S>user\nu<E>\n<S>assistant\n⟦a<E>⟧\n<S>tool\nt<E>\n"
+            assert found == golden(f"{text}<S>assistant\n⟦b<E>⟧\n"), name
+
+
+@pytest.mark.parametrize("key", ["image", "images", "video", "videos", "audio", "audios"])
+def test_media_are_refused_by_each_name(key, tmp_path):
+    of_turn = messages(("user", "x"), ("assistant", "y"))
+    of_turn["messages"][0][key] = ["a"]
+    for row, where in (({**GOOD, key: ["a"]}, "this row"), (of_turn, r"messages\[0\]")):
+        with pytest.raises(UserError, match=f":1: {where} has '{key}', but only text"):
+            load(write(tmp_path / "x.jsonl", row))
+
+
+@pytest.mark.parametrize("kind", ["text", "input_text", "output_text", None])
+def test_text_parts_by_each_type(kind, tmp_path):
+    parts = [{"type": kind, "text": "h"}, {"type": kind, "text": "i"}]
+    row = {"messages": [{"role": "user", "content": parts}, *turns_of("hi", "yo")[1:]]}
+    assert first(load(write(tmp_path / "x.jsonl", row))) == golden(YO)
 
 
 def test_a_null_or_empty_key_of_a_turn_is_no_key(tmp_path):

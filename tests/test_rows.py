@@ -418,6 +418,23 @@ def test_a_folder_trains_on_no_other_split(word, tmp_path):
     assert all(name in said[0] for name in others)
 
 
+@pytest.mark.parametrize("end", [".xz", ".zip", ".bz2", ".7z", ".lz4", ".tar", ".tgz", ".xlsx"])
+def test_other_files_are_refused_by_their_ends(end, tmp_path):
+    (tmp_path / f"x{end}").write_text("")
+    with pytest.raises(UserError, match=f"x{end}: {end} files are not read: convert it"):
+        find_files(str(tmp_path / f"x{end}"))
+
+
+def test_files_beside_a_dataset_are_no_data(tmp_path):
+    """Nor does the log name them."""
+    names = ("dataset_info.json", "dataset_infos.json", "state.json")
+    for name in (*names, "x.json"):
+        (tmp_path / name).write_text("")
+    said = []
+    (found,) = find_files(str(tmp_path), say=said.append)
+    assert os.path.basename(found) == "x.json" and not said
+
+
 def test_arguments_in_a_table_that_json_lacks(tmp_path):
     when = pa.scalar(0, pa.timestamp("s")).as_py()
     for value in (when, b"raw"):

@@ -438,7 +438,7 @@ def test_a_file_is_replaced_not_what_a_link_at_its_part_points_to(tmp_path):
 
 def test_no_secret_of_the_environment_is_written_down(monkeypatch):
     names = ("TOKEN", "API_KEY", "SECRET", "PASSWORD", "CREDENTIALS", "AUTH", "PASSWD", "secret",
-             "PWD", "Private", "db_url_pwd")  # fmt: skip
+             "PWD", "Private", "db_url_pwd", "SIGNATURE")  # fmt: skip
     secret = {f"TORCH_{name}": "hunter2" for name in names}
     for name, value in {**secret, "NCCL_DEBUG": "WARN", "OTHER": "hunter2"}.items():
         monkeypatch.setenv(name, value)
