@@ -12,7 +12,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from llm_demo.core import optim
+from llm_demo.core import loss, optim
 from llm_demo.core.delta import delta_layers
 from llm_demo.core.mesh import SPLIT
 from llm_demo.job.dist import start
@@ -241,9 +241,11 @@ gc.freeze = lambda: None  # a case's model would stay
 world = start()
 script.start = lambda: world  # one process group for all cases
 global_norm, linear = optim.global_norm, torch.nn.functional.linear
+chunk_rows = loss.CHUNK_ROWS
 for case in json.load(open(CASES)):
     record.update(steps=[], after_step=[], decays=set(), case=case)
     optim.global_norm = global_norm
+    loss.CHUNK_ROWS = case.get("chunk_rows", chunk_rows)
     torch.nn.functional.linear = linear  # ZeRO-3 replaces it
     if KIND == "fsdp":  # "as_it_is": FSDP2's own steps, in cases before any without
         as_it_is = case.get("as_it_is")

@@ -16,6 +16,9 @@ from fsdp_pp.flags import FsdpPipeArgs
 from llm_demo.core.optim import lr_at
 from llm_demo.core.rows import step_rows
 
+# {end of a case's name: rows of a chunk of the loss, of which there are several}: where activations
+# are not recomputed, and in bf16
+CHUNKED = {"-false": 24, "summed_gpipe2": 4}
 STEPS, GLOBAL_BATCH, SEQ_LEN, SEED, LR, CLIP, DECAY = 5, 8, 96, 3, 1e-3, 0.5, 0.1
 TOLERANCE = 1e-5
 # of gradients after the first step: an element whose first gradient is nearly zero moves by AdamW's
@@ -144,7 +147,10 @@ def argv(folder, model, micro, accum, *more):
 
 def train(folder, kind, processes, cases):
     """Run cases {name: argv} in one set of processes: {name: (losses, records of each rank)}."""
-    train_cases(folder, kind, processes, cases, watched=True)
+    more = {}
+    for end, rows in CHUNKED.items():
+        more |= {name: {"chunk_rows": rows} for name in cases if name.endswith(end)}
+    train_cases(folder, kind, processes, cases, watched=True, more=more)
     found = {}
     for name in cases:
         losses = [record["train/loss"] for record in logged(folder / name)]
@@ -205,7 +211,7 @@ def cases_of(models, folder, kind, processes, quick):
                 name = f"{engine}-{model}-{checkpointing}"
                 more = [*flags, "--use_activation_checkpointing", checkpointing]
                 cases[name] = argv(models, model, micro, accum, *more)
-        replicas = {"pp": 1, "fsdp_pp": max(1, processes // 2)}.get(kind, processes)
+        replicas = max(1, processes // 2) if kind in ("pp", "fsdp_pp") else processes
         replicas //= 2 if "--tensor_parallel" in flags else 1
         accum = GLOBAL_BATCH // 2 // replicas
         for dtype in BOUNDS:
@@ -345,14 +351,37 @@ for name in ("fsdp", "tensor", "pp", "pp_v", "fpp", "fpp_twice", "fpp_v"):
 
 # loss within 1 % and 0.3 % of fp32's over 5 steps, norm within 5 % and 2 %
 BOUNDS = {"bf16": (1e-2, 5e-2), "fp16": (3e-3, 2e-2)}
+# What is compared with the plain loop; (s): by slow tests. Several chunks of the loss: all engines
+# in fp32, one in bf16.
+#                  one copy of the model                 two or more
+#   fsdp, fp32     plain                                 fsdp, replicas, replicas_four (s)
+#         bf16     plain (s)                             fsdp
+#         fp16     plain (s)                             fsdp
+#   host, fp32     host_one (s)                          host
+#         bf16     host_one (s)                          host (s)
+#         fp16     host_one (s)                          host
+#   tensor, fp32   tensor                                tensor_four (s)
+#         bf16     tensor                                tensor_four (s)
+#         fp16     tensor (s)                            tensor_four (s)
+#   pp, fp32       pp, pp_v                              pp_dp
+#         bf16     pp, pp_v                              pp_dp
+#         fp16     pp, pp_v (s)                          pp_dp (s)
+#   fsdp_pp, fp32  fpp, fpp_v, other schedules (s)       fpp_four, fpp_tensor (s)
+#         bf16     fpp, fpp_v, fpp_twice                 fpp_four (s), fpp_tensor (s)
+#         fp16     fpp, fpp_v (s), fpp_twice (s)         fpp_four (s), fpp_tensor (s)
+#   zero, fp32     zero*_one (s)                         zero1, 2, 3, with offload
+#         bf16     -                                     zero2_offload, others (s), beside fsdp
+#         fp16     -                                     all (s), beside fsdp
 LOW_PRECISION = (
-    "plain fsdp tensor host_one host pp pp_v fpp fpp_four fpp_one fpp_twice fpp_v".split()
-)
-BOTH_SLOW = ("host_one", "plain", "fpp_one", "fpp_four")
+    "plain fsdp tensor tensor_four host_one host pp pp_v pp_dp "
+    "fpp fpp_four fpp_one fpp_twice fpp_v fpp_tensor"
+).split()
+BOTH_SLOW = ("host_one", "plain", "tensor_four", "fpp_one", "fpp_four", "fpp_tensor")
 SLOW_LOW_PRECISION = {(engine, dtype) for engine in BOTH_SLOW for dtype in BOUNDS}
 SLOW_LOW_PRECISION |= {
     ("tensor", "fp16"),
     ("pp_v", "fp16"),
+    ("pp_dp", "fp16"),
     ("fpp_v", "fp16"),
     ("fpp_twice", "fp16"),
     ("host", "bf16"),
@@ -399,9 +428,13 @@ def test_low_precision_stays_close(dtype, quick, work, trained):
         expected = work[1]["tied"]
         for step in range(STEPS):
             assert losses[step] == pytest.approx(expected["loss"][step], rel=loss_bound), engine
-            norm = ranks[0]["steps"][step]["norm"]
-            assert norm == pytest.approx(expected["norm"][step], rel=norm_bound), engine
+            for rank in ranks:
+                norm = rank["steps"][step]["norm"]
+                assert norm == pytest.approx(expected["norm"][step], rel=norm_bound), engine
         assert losses[-1] < losses[0] - 0.1
+        for rank in ranks if dtype == "bf16" else ():  # fp16's are scaled
+            for name, grad in rank["steps"][0]["grads"].items():  # of half the rows: 0.4 off
+                assert relative(grad, expected["grads"][0][name]) < 0.1, f"{engine}, {name}"
         if kind == "pp" or processes == 2:
             assert all(p.dtype == torch.float32 for p in ranks[0]["params"].values())
 
@@ -466,7 +499,8 @@ def alone_in_bf16(work):
 def test_micro_batches_are_summed_in_fp32(kind, processes, work, alone_in_bf16):
     """The same micro-batches in bf16 have the gradients of one process, all of whose sums are fp32:
     sums in bf16 differ by 5e-4. Untied, since a pipeline rounds a tied weight's two gradients one
-    by one."""
+    by one. Of several chunks of the loss each product is rounded before it is added to the head's
+    gradient."""
     if 0 < GPUS < processes:
         pytest.skip(f"{processes} processes, {GPUS} GPUs")
     folder, cases = work[0], {}
@@ -476,13 +510,15 @@ def test_micro_batches_are_summed_in_fp32(kind, processes, work, alone_in_bf16):
     expected, first = alone_in_bf16
     for name, (losses, ranks) in train(folder, kind, processes, cases).items():
         assert losses[:2] == pytest.approx(expected[:2], rel=1e-6), name
-        grads = {}
+        grads, chunked = {}, name in CHUNKED
         for rank in ranks:
-            assert rank["steps"][0]["norm"] == pytest.approx(first["norm"], rel=1e-6), name
+            bound = 5e-5 if chunked else 1e-6
+            assert rank["steps"][0]["norm"] == pytest.approx(first["norm"], rel=bound), name
             grads |= rank["steps"][0]["grads"]
         assert grads.keys() == first["grads"].keys()
         for weight, grad in first["grads"].items():
-            assert relative(grads[weight], grad) < 1e-6, f"{name}, {weight}"
+            bound = 2e-3 if chunked and weight == "lm_head.weight" else 1e-6
+            assert relative(grads[weight], grad) < bound, f"{name}, {weight}"
 
 
 @pytest.mark.slow
@@ -509,7 +545,11 @@ def test_two_pieces_on_each_of_four_stages(work):
 def test_zero_equals_plain_loop(work, trained):
     found = trained("zero", 2, True)
     for engine, (model, checkpointing) in QUICK.items():
-        assert_equal(*found[f"{engine}-{model}-{checkpointing}"], work[1][model])
+        name = f"{engine}-{model}-{checkpointing}"
+        assert_equal(*found[name], work[1][model])
+        # stage 3's operations end later than the calls that can be timed
+        timed = [record["perf/comm_ms"] for record in logged(work[0] / "quick" / name)]
+        assert all((ms is None) == engine.startswith("zero3") for ms in timed), engine
 
 
 # Sizes that only large models pass, and parameters that no rank keeps whole.
