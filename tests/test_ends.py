@@ -374,7 +374,7 @@ def test_a_terminal_obeys_nothing_that_is_printed(monkeypatch, tmp_path):
     assert not errors.CONTROL.search(message) and "\n" not in message
 
 
-def test_what_is_printed_holds_no_login(monkeypatch):
+def test_what_is_printed_holds_no_login(tmp_path, monkeypatch):
     """Of a flag or of the environment, by the launcher, the ranks and their log; data stays."""
     address, data = "https://me:hunter2@host/rows", "an answer: ftp://you:public@host"
     monkeypatch.setattr(sys, "argv", ["x", f"--train_json={address}"])
@@ -386,10 +386,13 @@ def test_what_is_printed_holds_no_login(monkeypatch):
     log.is_main, log.file, log.early = True, None, []
     log.say(f"{known} {data}")
     assert log.early == [f"{shown} {data}"]
-    flags = ["--settings", f"TRAIN_JSON={address}", "--", ROOT / SCRIPTS["fsdp"], "--hub", address]
-    done = run([sys.executable, "-m", "llm_demo.launch", *flags])
-    assert done.returncode == 2 and "hunter" not in done.stdout + done.stderr
-    assert "--train_json https://***@host/rows" in done.stdout.replace("'", "")
+    (tmp_path / "rank.py").write_text("")
+    shutil.copy(ROOT / "fsdp/flags.py", tmp_path)
+    flags = ["--settings", "--", tmp_path / "rank.py", "--input_key", address]
+    flags += ["--target_key", "b", "--train_json", "nobody/nothing"]  # of the hub
+    done = run([sys.executable, "-m", "llm_demo.launch", *flags], NPROC_PER_NODE="1")
+    assert done.returncode == 0 and "hunter" not in done.stdout + done.stderr, done.stderr
+    assert "--input_key https://***@host/rows" in done.stdout.replace("'", "")
     done = run([sys.executable, "-m", "llm_demo.check", "--json", "--output_dir", address])
     assert done.returncode == 2 and "https://***@host/rows" in done.stderr, done.stderr
     assert "hunter" not in done.stdout + done.stderr
