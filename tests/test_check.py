@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, run
+from conftest import ROOT, python, run
 
 from llm_demo.check import __main__ as check
 from llm_demo.check import experiments, processes
@@ -329,6 +329,8 @@ def test_every_value_received_is_compared(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
     faults = {"(0, 1)": "send", "(0, 2)": "die", "(0, 1, 2)": "all_reduce"}
     monkeypatch.setenv("FAULTS", json.dumps(faults))
+    imported = python(TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
+    monkeypatch.setattr(sys, "executable", imported)
 
     def start(*tasks):
         return processes.Job(tasks, tmp_path, "check_faulty")
