@@ -19,7 +19,11 @@ from llm_demo.core.rows import step_rows
 # {end of a case's name: rows of a chunk of the loss, of which there are several}: where activations
 # are not recomputed, and in bf16
 CHUNKED = {"-false": 24, "summed_gpipe2": 4}
-STEPS, GLOBAL_BATCH, SEQ_LEN, SEED, LR, CLIP, DECAY = 5, 8, 96, 3, 1e-3, 0.5, 0.1
+STEPS, GLOBAL_BATCH, SEQ_LEN, SEED, CLIP, DECAY = 5, 8, 96, 3, 0.5, 0.1
+# AdamW moves a weight by half of this first, a third of a power of two. Weights that were exact in
+# bf16 are then at least a sixth of its unit from where they would round to the other side, so that
+# rounding in fp32, which differs between CPUs, does not decide it.
+LR = 1 / 1536
 TOLERANCE = 1e-5
 # of gradients after the first step: an element whose first gradient is nearly zero moves by AdamW's
 # sign of it, so rounding moves it elsewhere; test_tensor.py is exact
@@ -84,6 +88,7 @@ def write_models(folder, models, change):
         with torch.no_grad():
             for parameter, values in model.named_parameters():
                 change(parameter, values)
+                values.copy_(values.bfloat16())  # see LR
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
         results[name] = plain_loop(model.to(DEVICE), packs)
@@ -595,17 +600,20 @@ def test_zero_with_sizes_that_large_models_pass(names, work):
         slow("fp16", False),
     ],
 )
-def test_zero_equals_fsdp_in_low_precision(dtype, quick, trained):
+def test_zero_equals_fsdp_in_low_precision(dtype, quick, work, trained):
     """The same masters, weights rounded alike, gradients summed in fp32: the first two steps are
-    equal. Later a weight may round to the other side."""
+    equal. Later a weight may round to the other side, and they are nearer to each other than to
+    fp32, or as near as 10 and 20 times the bound."""
     theirs, (expected, _) = trained("fsdp", 2, True)[f"fsdp-{dtype}"]
     # FSDP's gradients, as AdamW receives them, are scaled. ZeRO's are scaled by twice as much until
     # they are averaged: the smallest in fp16 round otherwise.
     scale, bound = (2**16, 5e-3) if dtype == "fp16" else (1, TOLERANCE)
+    exact = work[1]["tied"]
+    rounding = max(abs(a / b - 1) for a, b in zip(exact["loss"], theirs, strict=True))
     for engine in QUICK_BF16 if quick else QUICK:
         losses, ranks = trained("zero", 2, quick)[f"{engine}-{dtype}"]
         assert losses[:2] == pytest.approx(theirs[:2], rel=bound), engine
-        assert losses == pytest.approx(theirs, rel=10 * bound), engine
+        assert losses == pytest.approx(theirs, rel=max(rounding, 10 * bound)), engine
         for step in range(2):
             mine, true = ranks[0]["steps"][step], expected["steps"][step]
             assert mine["norm"] == pytest.approx(true["norm"], rel=bound), engine
@@ -613,7 +621,8 @@ def test_zero_equals_fsdp_in_low_precision(dtype, quick, trained):
             for name, grad in true["grads"].items():
                 assert relative(mine["grads"][name], grad / scale) < bound, f"{engine}, {name}"
         for name, param in expected["params"].items():
-            assert relative(ranks[0]["params"][name], param) < 20 * bound, f"{engine}, {name}"
+            later = max(relative(param, exact["params"][name]), 20 * bound)
+            assert relative(ranks[0]["params"][name], param) < later, f"{engine}, {name}"
 
 
 def test_zero_rounds_biases_as_fsdp(trained):
