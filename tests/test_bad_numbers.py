@@ -11,8 +11,9 @@ import pytest
 
 import bench.run
 from fsdp.flags import FsdpArgs
-from llm_demo import evaluate, export
+from llm_demo import chat, evaluate, export, fit
 from llm_demo.core.errors import UserError
+from llm_demo.data import sources
 from llm_demo.job import args, dist, parsing, process
 from llm_demo.launch import __main__ as launch
 from pp.flags import PipeArgs
@@ -44,7 +45,7 @@ def test_flags_of_the_scripts(group, more, record_property):
     assert len(flags) > (15 if more else 1)
     tried = 0
     for name, is_whole in flags.items():
-        for value in [*BAD, TOO_LARGE] if is_whole else BAD:
+        for value in [*BAD, TOO_LARGE, "1.5"] if is_whole else [*BAD, TOO_LARGE]:
             with pytest.raises(UserError) as raised:
                 args.parse_args("", group, argv=[f"--{name}={value}"])
             one_line(raised, f"--{name}")
@@ -58,20 +59,38 @@ def test_what_is_still_allowed():
     assert args.parse_args("", FsdpArgs, argv=["--seed", str(2**62)]).seed == 2**62
 
 
-@pytest.mark.parametrize("module", [evaluate, export, bench.run])
+def test_all_rows_of_a_step_have_a_bound(record_property):
+    record_property("bad inputs", 1)
+    with pytest.raises(UserError, match="are 4,294,967,296 rows a step: must be at most 1,048,576"):
+        args.parse_args("", argv="--micro_batch_size 65536 --grad_accum_steps 65536".split())
+
+
+def test_long_values_are_cut(record_property):
+    """Wherever the message quotes them."""
+    record_property("bad inputs", 2)
+    said = f"no such data file: {'x' * 200}… (5,000 characters)"
+    with pytest.raises(UserError) as raised:
+        sources.find_files("x" * 5000)
+    assert str(raised.value) == said
+    with pytest.raises(UserError) as raised:
+        fit.make_parser().parse_args(["m", "--card", "9" * 5000])
+    assert "9" * 199 + "… (" in str(raised.value) and len(str(raised.value)) < 500
+
+
+@pytest.mark.parametrize("module", [chat, evaluate, export, fit, bench.run])
 def test_flags_of_the_other_programs(module, record_property):
     parser, tried = module.make_parser(), 0
     for action in parser._actions:
-        if action.type is evaluate.day:
+        if action.type is evaluate.day or not action.option_strings:
             continue
-        if action.type is not parsing.size and (action.type or str)("2") not in (2, [2]):
+        if action.type is not parsing.size and (action.type or str)("8") not in (8, [8]):
             continue
         for value in [*BAD, TOO_LARGE]:
             with pytest.raises(UserError) as raised:
                 parser.parse_args([f"{action.option_strings[0]}={value}"])
             one_line(raised, action.option_strings[0])
             tried += 1
-    assert tried >= {evaluate: 35, export: 7, bench.run: 42}[module]
+    assert tried >= {chat: 7, evaluate: 35, export: 7, fit: 63, bench.run: 42}[module]
     for value in ("(", "[", "*"):
         for name in ("--answer_regex", "--only"):
             if name in parser._option_string_actions:

@@ -1,6 +1,7 @@
 """How runs end: a launcher that is killed, a terminal that is closed, Ctrl-C before step 1."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -503,8 +504,36 @@ def test_a_rank_that_waits_too_long_is_one_line(tmp_path):
     ids=["PyTorch", "NCCL"],
 )
 def test_a_full_gpu_is_one_line_with_advice(error):
-    code, line, _ = dist.verdict(error, lambda: None, lambda flags: "1. --micro_batch_size")
+    code, line, _ = dist.verdict(error, object, lambda flags: "1. --micro_batch_size")
     assert code == 1 and "is out of GPU memory (" in line and "out of memory" in line
     assert line.endswith("in this order: 1. --micro_batch_size") and "\n" not in line
     other = torch.distributed.DistBackendError("NCCL error in: x\nunhandled system error")
     assert dist.verdict(other, None, None) == (1, "", False)
+
+
+def test_flags_that_cant_be_parsed_again_hide_no_error():
+    """As where a flag's own value has raised it."""
+    assert dist.verdict(KeyError("x"), lambda: 1 / 0, None) == (1, "", False)
+    full = OSError(errno.ENOSPC, "No space left on device", "x")
+    assert "No space left on device: x" in dist.verdict(full, lambda: 1 / 0, None)[1]
+
+
+def test_too_few_open_files_are_one_line(tmp_path, record_property):
+    record_property("bad inputs", 3)
+    for words in ("-m llm_demo.launch", ""):
+        script = f"ulimit -n 24; exec '{sys.executable}' {words} '{ROOT}/fsdp/train_fsdp.py'"
+        done = run(["bash", "-c", script], cwd=tmp_path)
+        assert done.returncode == 2 and done.stderr == (
+            "error: ulimit -n allows 24 open files, too few for a run: raise it, as by ulimit -n "
+            "1024\n"
+        )
+    error = RuntimeError("[enforce fail at socket.cc:24] socket: Too many open files")
+    line = "rank 0: Too many open files: raise the limit of ulimit -n"
+    assert dist.verdict(error, None, None) == (1, line, False)
+
+
+def test_a_parent_that_is_no_number_is_one_line(record_property):
+    record_property("bad inputs", 1)
+    done = run([sys.executable, "-m", "llm_demo.check", "--help"], LLM_DEMO_PARENT="abc")
+    line = "error: LLM_DEMO_PARENT=abc: must be a whole number, 0 or more\n"
+    assert (done.returncode, done.stderr) == (2, line)

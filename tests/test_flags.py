@@ -13,12 +13,12 @@ import sys
 import pytest
 from conftest import ROOT, TINY, no_ranks, printed_flags
 
-from llm_demo import evaluate, export, report
+from llm_demo import chat, evaluate, export, fit, report
 from llm_demo.check import __main__ as check
 from llm_demo.core import attention
 from llm_demo.core.errors import UserError
 from llm_demo.data import records
-from llm_demo.job import args
+from llm_demo.job import args, parsing
 from llm_demo.job.folder import INPUTS
 from llm_demo.job.parsing import choices, env_of, groups_of
 from llm_demo.launch.settings import FIRST_RUN, without_effect
@@ -217,6 +217,22 @@ def test_a_bad_variable_is_refused_as_the_flag_is(kind, variable, message):
     assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
 
 
+@pytest.mark.parametrize("kind", LAUNCHERS)
+def test_two_dashes_are_no_value(kind, record_property):
+    """Of any flag of the scripts and commands. argparse before 3.13 would make it []."""
+    parsers = [parsing.parser_of("", [*args.SHARED, *GROUPS[kind]], {})]
+    if kind == "fsdp":
+        parsers += [m.make_parser() for m in (chat, check, evaluate, export, fit)]
+    tried = 0
+    for parser in parsers:
+        for name in (name for action in parser._actions for name in action.option_strings):
+            with pytest.raises(UserError, match=f"^{name}=--: -- is no value: set one behind =$"):
+                parser.parse_args([f"{name}=--"])
+            tried += 1
+    assert tried > 100
+    record_property("bad inputs", tried)
+
+
 # ---------------------------------------------------------------- help
 
 
@@ -264,6 +280,7 @@ SOON += [
         ("export", "no new", "no: no such folder"),
         ("export", "full full", "full is not empty: choose another folder"),
         ("fit", f"{TINY} --cards 2", "the following arguments are required: --tokens_a_step"),
+        ("fit", f"{TINY} --cards 1000000 --tokens_a_step 8", "argument --cards: 1000000: must be"),
         ("fit", "./no --cards 2 --card h100 --tokens_a_step 8", "no model at ./no"),
         ("report", "", "the following arguments are required: RUN"),
         ("report", "no", "no"),

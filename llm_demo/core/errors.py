@@ -12,11 +12,16 @@ def printable(text: str) -> str:
     return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
+def shortened(text: str) -> str:
+    """The text with the beginning of each word of more than 500 characters, such as a value."""
+    return re.sub(r"\S{501,}", lambda w: f"{w[0][:200]}… ({len(w[0]):,} characters)", text)
+
+
 class UserError(Exception):
     """Bad input. The message is one clear line: what, where, what to do."""
 
     def __str__(self):
-        return printable(" ".join(super().__str__().splitlines()))
+        return shortened(printable(" ".join(super().__str__().splitlines())))
 
 
 class Stopped(Exception):

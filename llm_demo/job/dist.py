@@ -1,5 +1,6 @@
 """Start and end torch.distributed, and run code on some or all ranks."""
 
+import contextlib
 import gc
 import os
 import re
@@ -40,6 +41,7 @@ def start() -> World:
     NCCL (RCCL on AMD) with GPUs, gloo without. LOCAL_RANK only picks the GPU. On one node, nothing
     listens on other interfaces than loopback. Raises UserError for an environment that describes no
     group, and for GPUs that PyTorch has no code for or that are of two kinds."""
+    process.refuse_few_files()
     env = os.environ
     size = process.number("WORLD_SIZE", 1, at_least=1)
     rank, local_rank = process.number("RANK", 0, at_most=size - 1), process.number("LOCAL_RANK", 0)
@@ -203,6 +205,12 @@ def run(
         os._exit(code)
 
 
+def parse_again(parse: Callable | None):
+    """The flags, None if they can't be had: it may be they that have raised the error."""
+    with contextlib.suppress(Exception):
+        return parse and parse()
+
+
 def verdict(
     error: BaseException, parse: Callable | None, advice: Callable | None
 ) -> tuple[int, str, bool]:
@@ -216,7 +224,8 @@ def verdict(
     full = isinstance(error, dist.DistBackendError) and "out of memory" in str(error)  # in NCCL
     if full or isinstance(error, torch.OutOfMemoryError):
         cause = str(error).splitlines()[-1] if full else str(error).split(". ")[0]
-        steps = advice(parse()) if advice else ""
+        flags = parse_again(parse)
+        steps = advice(flags) if advice and flags else ""
         hint = f"; what helps, in this order: {steps}" if steps else ""
         return 1, f"rank {rank} is out of GPU memory ({cause}){hint}", False
     if timed_out(error):
@@ -227,7 +236,10 @@ def verdict(
         return 1, f"rank {rank} lost the connection to another rank: see that rank's error", True
     if isinstance(error, dist.DistNetworkError) and not dist.is_initialized():
         return 1, f"rank {rank} can't meet the other ranks: {str(error).splitlines()[0]}", False
-    if reason := disk_full(error, output_dir=parse and parse().output_dir):
+    if "Too many open files" in str(error):
+        return 1, f"rank {rank}: Too many open files: raise the limit of ulimit -n", False
+    flags = parse_again(parse)
+    if reason := disk_full(error, output_dir=flags and flags.output_dir):
         return 1, f"rank {rank}: {reason}", False
     if reason := process.fault_of_environment(error):
         return 2, reason, rank != "0"

@@ -31,6 +31,7 @@ from llm_demo.job.process import (
     minutes,
     number,
     quit_on,
+    refuse_few_files,
     refuse_other_clone,
     stop_signals,
     usable_cores,
@@ -126,6 +127,7 @@ def launch(command: list[str], by_launcher: bool = False, first_run: bool = Fals
     if not Path(command[0]).is_file():
         raise UserError(f"no script {command[0]}")
     refuse_other_clone(command[0])
+    refuse_few_files()
     flags = check_flags(command)
     if number("RESTARTS", 0) and flags and flags.resume != "auto":
         raise UserError(
