@@ -143,7 +143,7 @@ UNKNOWN_MARKS = [
     {"loss_weight": 0}, {"lossMask": False}, {"no_loss": True}, {"masked": 1}, {"ignore": True},
     {"skip_loss": "true"}, {"is_trainable": "no"}, {"do_not_learn": True}, {"TRAIN": 0.0},
     {"token_weights": [[0], [1]]}, {"loss_spans": {"0": 3}}, {"mask_out": True}, {"mask_out": 0},
-    {"train": True, "learn": 0},
+    {"train": True, "learn": 0}, {"not_masked": False},
 ]  # fmt: skip
 OTHER_KEYS = [
     {"score": 0}, {"no_loss": False}, {"ignore": 0}, {"skip": None}, {"loss_weight": 1},
