@@ -432,7 +432,7 @@ def test_no_file_orders_a_terminal_about(how, tmp_path):
 @pytest.mark.parametrize("what", ["llm_demo.fit", "llm_demo.launch"])
 def test_output_that_goes_nowhere_is_no_traceback(what, where):
     fit = f"{ROOT}/models/qwen3-tiny --cards 1 --memory 80 --tokens_a_step 100"
-    start = f"--settings -- {ROOT}/fsdp/train_fsdp.py --seq_len 4"
+    start = f"--settings -- {ROOT}/fsdp/train_fsdp.py --help"
     flags = fit if what.endswith("fit") else start
     if where == "no reader":
         reading, out = os.pipe()
@@ -445,7 +445,7 @@ def test_output_that_goes_nowhere_is_no_traceback(what, where):
     )  # fmt: skip
     os.close(out)
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
-    assert done.returncode == (0 if what.endswith("fit") else 2), done.stderr
+    assert done.returncode == 0, done.stderr
     assert ("warning: No space" in done.stderr) == (where == "a full disk")
 
 

@@ -468,7 +468,7 @@ FIT = [
     ("nobody/nothing", "", "no model at nobody/nothing"),
     ("~nobody-here/x", "", "no model at ~nobody-here/x"),
     ("mrope", "", "mrope/config.json: the rotary type mrope is not one of default,"),
-    ("window", "--cards 0", "--cards: 0: must be a whole number, 1 or more"),
+    ("window", "--cards 0", "--cards: 0: must be a whole number from 1 to 64"),
     ("window", "--cards two", "--cards: two: must be a whole number"),
     ("window", "--memory 0", "--memory: 0: must be a number above 0"),
     ("window", "--memory 32GB", "--memory: 32GB: must be a number above 0"),
@@ -476,7 +476,7 @@ FIT = [
     ("window", "--bandwidth inf", "--bandwidth: inf: must be a number above 0"),
     ("window", "--tokens_a_step 1e5", "--tokens_a_step: 1e5: must be a whole number"),
     ("trained", "--seq_len 4096", "--seq_len 4096: trained has positions up to 2048"),
-    ("window", "--seq_len 4", "--seq_len: 4: must be a whole number, 8 or more"),
+    ("window", "--seq_len 4", "--seq_len: 4: must be a whole number from 8 to"),
     ("window", "--ckpt 1", "unrecognized arguments: --ckpt 1"),
     ("window", "--memory", "set --card, or --memory"),  # without it
 ]

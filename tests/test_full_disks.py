@@ -120,7 +120,8 @@ def test_an_export_to_a_full_disk(tmp_path):
     folder = tmp_path / "run"
     save(make(folder if folder.mkdir() else folder), 1)
     (folder / "model").mkdir()
-    (folder / "model/config.json").write_text("{}")
+    for name in ("config.json", "tokenizer.json"):
+        (folder / "model" / name).write_text("{}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export, "model_of", lambda _: (None, {"a": (10**5,)}, set()))
         patch.setattr(export, "weights_of", lambda _: {"a": (10**5,)})

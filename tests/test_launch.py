@@ -507,9 +507,13 @@ def test_a_signal_to_the_launcher_leaves_no_process(repo, name):
         "import os, sys, time; sys.stdout.write(f'{os.getpid()}\\n'); time.sleep(60)"
     )
     process = subprocess.Popen(
-        ["bash", repo / "fsdp/launch_fsdp.sh"], env=environment(NPROC_PER_NODE="2"),
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        ["bash", repo / "fsdp/launch_fsdp.sh"],
+        env=environment(NPROC_PER_NODE="2", PYTHONPATH=str(repo)),
+        cwd=repo,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     pids = []
     while len(pids) < 2:
         line = process.stdout.readline()

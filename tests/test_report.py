@@ -318,7 +318,7 @@ EVIL = "</td></title></style><script>document.title='x'</script><img src=x onerr
 
 
 def test_what_files_say_is_text(tmp_path):
-    name = "<script>alert(1)<|script> & $x^{$ 'a' \"b\" ünï\udcff"
+    name = "<script>alert(1)<|script> & $x^{$ 'a' \"b\" ünï"
     config = {"model_name_or_path": EVIL, "train_json": EVIL, "dtype": EVIL, EVIL: EVIL,
               "max_steps": EVIL, "log_every": EVIL, "stages": EVIL, "data_parallel": EVIL,
               "micro_batch_size": {EVIL: [EVIL]}}  # fmt: skip
