@@ -251,10 +251,14 @@ def test_ctrl_c_in_set_up_and_in_the_other_programs(tmp_path):
     slow.write_text("#!/bin/sh\nexec sleep 20\n")
     slow.chmod(0o755)
     shutil.copy(ROOT / "setup.sh", tmp_path)  # .venv in the checkout may be ready already
+    data = ROOT / "data/first_run.jsonl"
+    evaluate = ["-m", "llm_demo.evaluate", "--models", ROOT / "models/qwen3-tiny", "--data", data]
+    (tmp_path / "run/checkpoints/step_00000001").mkdir(parents=True)
+    export = ["-m", "llm_demo.export", tmp_path / "run", tmp_path / "out"]
     programs = [
         started(["bash", tmp_path / "setup.sh"], env={"PYTHON": str(slow), "SETUP_DRY_RUN": "1"}),
-        started([sys.executable, "-m", "llm_demo.evaluate", "--models", "x", "--data", "y"]),
-        started([sys.executable, "-m", "llm_demo.export", "x", "y"]),
+        started([sys.executable, *evaluate]),
+        started([sys.executable, *export]),
     ]
     wait_for(lambda: psutil.Process(programs[0].pid).children())
     for program in programs[1:]:
