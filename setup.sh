@@ -122,7 +122,7 @@ fi
 # ---- else install PyTorch for this machine -----------------------------------------------------
 # uv --torch-backend=auto is not enough for AMD: it needs rocm_agent_enumerator, which a machine with
 # only the kernel driver lacks, and picks ROCm by GPU, not by the installed ROCm and driver.
-BUILDS=$ROOT/llm_demo/job/rocm_builds.txt
+BUILDS=$ROOT/llm_demo/machine/rocm_builds.txt
 rocm_version() { # ROCm 7.14 and later have it below core
     local rocm=$PROBE_ROOT/opt/rocm
     { cat "$rocm"/.info/version "$rocm"/core{,-*}/.info/version 2>/dev/null || true; } |

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from fsdp import train_fsdp
 from llm_demo.core import experts
-from llm_demo.job.dist import run
+from llm_demo.machine.dist import run
 
 
 def in_turn(router, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -26,14 +26,14 @@ from bench.presets import DEFAULTS, SMALL
 from bench.run import command_of, environment_of, run_command
 from llm_demo.core.decoder import skeleton
 from llm_demo.core.mesh import World
-from llm_demo.job import process
-from llm_demo.job.checkpoint_files import read_tensors, shapes_of
-from llm_demo.job.device import DTYPES
-from llm_demo.job.files import ROOT
-from llm_demo.job.folder import environment
-from llm_demo.job.parsing import PlainParser, whole
-from llm_demo.job.run import LOADED
-from llm_demo.job.source import load_config
+from llm_demo.flags.parsing import PlainParser, whole
+from llm_demo.machine import process
+from llm_demo.machine.device import DTYPES
+from llm_demo.machine.files import ROOT
+from llm_demo.model.source import load_config
+from llm_demo.run.checkpoint_files import read_tensors, shapes_of
+from llm_demo.run.folder import environment
+from llm_demo.run.job import LOADED
 
 LOGGED = ("train/loss", "train/grad_norm")
 

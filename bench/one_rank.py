@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp import train_fsdp
-from llm_demo.job.dist import run
+from llm_demo.machine.dist import run
 
 
 def pretend(ranks: int) -> None:

@@ -21,9 +21,9 @@ from bench import store
 from bench.presets import ONE_OF
 from bench.table import in_order
 from llm_demo.core.errors import UserError
-from llm_demo.job.files import ROOT
-from llm_demo.job.parsing import PlainParser
-from llm_demo.job.process import command
+from llm_demo.flags.parsing import PlainParser
+from llm_demo.machine.files import ROOT
+from llm_demo.machine.process import command
 from llm_demo.report import COLORS, PARTS
 
 PLOTS = ROOT / "bench/plots"

@@ -22,9 +22,9 @@ from bench import store
 from bench.peers import torchtitan, trl, unsloth
 from bench.presets import BALANCED, DEFAULTS, ONE_OF, PRESETS, name_of
 from llm_demo.core.errors import UserError
-from llm_demo.job.files import PART, ROOT, cache_folder
-from llm_demo.job.parsing import FALSE, TRUE, PlainParser, regex, whole
-from llm_demo.job.process import command
+from llm_demo.flags.parsing import FALSE, TRUE, PlainParser, regex, whole
+from llm_demo.machine.files import PART, ROOT, cache_folder
+from llm_demo.machine.process import command
 
 LAUNCHERS = {name: f"{name}/launch_{name}.sh" for name in ("fsdp", "pp", "zero", "fsdp_pp")}
 PEERS = {"torchtitan": torchtitan, "trl": trl, "unsloth": unsloth}

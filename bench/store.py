@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from bench.presets import DEFAULTS
-from llm_demo.job.files import ROOT, write_text
+from llm_demo.machine.files import ROOT, write_text
 
 RESULTS = ROOT / "bench/results"
 

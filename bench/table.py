@@ -14,9 +14,9 @@ from pathlib import Path
 from bench import store
 from bench.presets import ONE_OF
 from llm_demo.core.errors import UserError
-from llm_demo.job.files import ROOT
-from llm_demo.job.parsing import PlainParser
-from llm_demo.job.process import command
+from llm_demo.flags.parsing import PlainParser
+from llm_demo.machine.files import ROOT
+from llm_demo.machine.process import command
 
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.S)
 HEAD = (

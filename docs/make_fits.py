@@ -18,8 +18,8 @@ sys.path.insert(0, str(ROOT))
 
 from bench.run import PEERS  # noqa: E402
 from llm_demo import fit  # noqa: E402
-from llm_demo.job.device import plan_for  # noqa: E402
-from llm_demo.job.source import load_config  # noqa: E402
+from llm_demo.machine.device import plan_for  # noqa: E402
+from llm_demo.model.source import load_config  # noqa: E402
 
 MODELS = ("0.6B", "1.7B", "4B", "8B", "14B", "32B")
 CARDS = {  # (number, kind): head of a column

@@ -1,6 +1,6 @@
 """Write docs/flags.md, the table of all flags: python docs/make_flags.py
 
-Flags come from llm_demo/job/args.py and the flags.py beside each training script. The launchers'
+Flags come from llm_demo/flags/args.py and the flags.py beside each training script. The launchers'
 own values come from the settings at their top. tests/test_flags.py fails when the page is stale.
 """
 
@@ -11,8 +11,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from llm_demo.job.args import SHARED  # noqa: E402
-from llm_demo.job.parsing import choices_of, env_of, groups_of, kind_of, shown  # noqa: E402
+from llm_demo.flags.args import SHARED  # noqa: E402
+from llm_demo.flags.parsing import choices_of, env_of, groups_of, kind_of, shown  # noqa: E402
 from llm_demo.launch.settings import BUNDLED, FIRST_RUN, read_launcher  # noqa: E402
 
 TOP = """\
@@ -55,7 +55,7 @@ def page() -> str:
     sections += [(f"{name} ({listed(users[name])})", group) for name, group in groups.items()]
     files = [str(script.relative_to(ROOT).with_name("flags.py")) for script in scripts]
     text = TOP.format(
-        files=listed(["llm_demo/job/args.py", *files]),
+        files=listed(["llm_demo/flags/args.py", *files]),
         settings=listed(dict.fromkeys(name for block in launchers.values() for name in block)),
         bundled=listed(BUNDLED.values()),
         first_run=listed(f"{name}={value}" for name, value in FIRST_RUN.items()),

@@ -20,7 +20,8 @@ CORE = (
     "loop rows decoder attention long_documents delta experts tensor fp8 fp8_kernels four_bits "
     "four_bits_kernel lora loss loss_kernel optim masters mesh timer errors"
 ).split()
-ROOMS = ("core", *SCRIPTS, "data", "job", "launch", "check", "")  # "": commands
+# "": commands
+ROOMS = ("core", *SCRIPTS, "machine", "flags", "data", "model", "run", "launch", "check", "")
 
 
 def imports() -> dict[str, set[str]]:

@@ -12,9 +12,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
-from llm_demo.job.device import cores_near, free_host_memory, pin
-from llm_demo.job.dist import once_per_node
-from llm_demo.job.process import stay_near
+from llm_demo.machine.device import cores_near, free_host_memory, pin
+from llm_demo.machine.dist import once_per_node
+from llm_demo.machine.process import stay_near
 
 STAY = 2  # inputs that stay on the device: while the last is used, the one before is copied
 

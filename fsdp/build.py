@@ -28,15 +28,15 @@ from llm_demo.core.lora import apply_lora
 from llm_demo.core.masters import Masters
 from llm_demo.core.mesh import World, make_part_mesh
 from llm_demo.core.tensor import keep_share
-from llm_demo.job.choices import compiles_adamw, fused_kernels
-from llm_demo.job.costs import param_count, unit_sizes
-from llm_demo.job.device import DTYPES
-from llm_demo.job.dist import once_per_node
-from llm_demo.job.four_bits import give_four_bits
-from llm_demo.job.fp8 import give_fp8
-from llm_demo.job.log import Log
-from llm_demo.job.text import counted
-from llm_demo.job.weights_files import loading
+from llm_demo.machine.device import DTYPES
+from llm_demo.machine.dist import once_per_node
+from llm_demo.machine.text import counted
+from llm_demo.model.costs import param_count, unit_sizes
+from llm_demo.model.weights_files import loading
+from llm_demo.run.choices import compiles_adamw, fused_kernels
+from llm_demo.run.choose_four_bits import give_four_bits
+from llm_demo.run.choose_fp8 import give_fp8
+from llm_demo.run.log import Log
 
 # Parameters. On two H200, copy engines saved 5 % of a step for units of 193M (8B), and nothing
 # above noise for units of 63M (0.6B) (bench/LOG.md).

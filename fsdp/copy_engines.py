@@ -21,8 +21,8 @@ import torch.distributed as dist
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
 from llm_demo.core.timer import AWAIT
-from llm_demo.job.device import other_than_nvlink, this_device
-from llm_demo.job.dist import from_rank0, timeout
+from llm_demo.machine.device import other_than_nvlink, this_device
+from llm_demo.machine.dist import from_rank0, timeout
 
 try:
     from torch.distributed import _symmetric_memory as symmetric

@@ -10,7 +10,8 @@ from fsdp.lowrank import TOGETHER
 from llm_demo import estimate as memory
 from llm_demo.core.errors import UserError
 from llm_demo.estimate import BLOCK, LOSS, NONE, Held, largest_unit, tokens_here, with_master
-from llm_demo.job.costs import (
+from llm_demo.machine.dist import from_rank0
+from llm_demo.model.costs import (
     MOMENT_BYTES,
     block_costs,
     experts_of,
@@ -21,7 +22,6 @@ from llm_demo.job.costs import (
     state_bytes,
     unit_sizes,
 )
-from llm_demo.job.dist import from_rank0
 
 LONG = 8192  # tokens of a document from which on attention takes a good part of the forward
 

@@ -1,11 +1,11 @@
-"""Flags of train_fsdp.py beyond those in llm_demo/job/args.py. Imports nothing heavy."""
+"""Flags of train_fsdp.py beyond those in llm_demo/flags/args.py. Imports nothing heavy."""
 
 import dataclasses
 
 from llm_demo.core.errors import UserError
-from llm_demo.job.adapter_folder import adopt
-from llm_demo.job.args import MAX_COUNT, ExpertArgs, SpreadArgs
-from llm_demo.job.parsing import flag
+from llm_demo.flags.args import MAX_COUNT, ExpertArgs, SpreadArgs
+from llm_demo.flags.parsing import flag
+from llm_demo.model.adapter_folder import adopt
 
 NEED_LORA = ("lora_targets", "lora_alpha", "lora_dropout", "base_bits")
 OVER_RANKS = ("replicas", "expert_parallel", "sequence_parallel", "tensor_parallel")

@@ -35,8 +35,8 @@ from llm_demo.core.optim import (
     fused_adamw,
     sum_into,
 )
-from llm_demo.job.args import Args
-from llm_demo.job.costs import state_bytes
+from llm_demo.flags.args import Args
+from llm_demo.model.costs import state_bytes
 
 SLICE = 1 << 21  # elements that are copied and updated at a time
 SLOTS = 3  # slices on the device at a time: one comes, one is updated, one goes

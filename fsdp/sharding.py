@@ -23,8 +23,8 @@ from llm_demo.core.experts import kept_in_fp32
 from llm_demo.core.mesh import REPLICA, SHARD, World, local_part, make_mesh, on_device
 from llm_demo.core.optim import MOMENTS
 from llm_demo.core.rows import Part
-from llm_demo.job.args import Args
-from llm_demo.job.costs import refuse_shares
+from llm_demo.flags.args import Args
+from llm_demo.model.costs import refuse_shares
 
 
 class Layout(NamedTuple):

@@ -12,11 +12,11 @@ from llm_demo.core.experts import blocks_with_experts, keep_part, kept_in_fp32
 from llm_demo.core.masters import Masters
 from llm_demo.core.mesh import SHARD, SPLIT
 from llm_demo.core.tensor import keep_share
-from llm_demo.job.choices import compiles_adamw
-from llm_demo.job.costs import param_count, unit_sizes
-from llm_demo.job.dist import timeout
-from llm_demo.job.fp8 import give_fp8
-from llm_demo.job.weights_files import loading
+from llm_demo.machine.dist import timeout
+from llm_demo.model.costs import param_count, unit_sizes
+from llm_demo.model.weights_files import loading
+from llm_demo.run.choices import compiles_adamw
+from llm_demo.run.choose_fp8 import give_fp8
 
 
 def build(job, layout, counts: list[int]) -> tuple:

@@ -6,7 +6,7 @@ from fsdp.copy_engines import Mailbox
 from fsdp.estimate import exchanged_bytes
 from fsdp_pp import orders
 from llm_demo.estimate import LOSS, NONE, Held, largest_unit, tokens_here, with_master
-from llm_demo.job.costs import (
+from llm_demo.model.costs import (
     MOMENT_BYTES,
     block_costs,
     head_cost,

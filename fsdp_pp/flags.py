@@ -1,11 +1,11 @@
-"""Flags of train_fsdp_pp.py beyond those in llm_demo/job/args.py. Imports nothing heavy."""
+"""Flags of train_fsdp_pp.py beyond those in llm_demo/flags/args.py. Imports nothing heavy."""
 
 import dataclasses
 from typing import Literal
 
 from llm_demo.core.errors import UserError
-from llm_demo.job.args import ExpertArgs, SpreadArgs, StageArgs
-from llm_demo.job.parsing import flag
+from llm_demo.flags.args import ExpertArgs, SpreadArgs, StageArgs
+from llm_demo.flags.parsing import flag
 
 
 @dataclasses.dataclass

@@ -13,9 +13,9 @@ import llm_demo  # noqa: F401  first: it catches what imports refuse
 
 # isort: split
 from fsdp_pp.flags import GROUPS
-from llm_demo.job.args import less_memory, parse_args
-from llm_demo.job.inputs import look
-from llm_demo.job.process import early
+from llm_demo.flags.args import less_memory, parse_args
+from llm_demo.machine.process import early
+from llm_demo.run.inputs import look
 
 parse = functools.partial(parse_args, __doc__, *GROUPS)
 if __name__ == "__main__":  # before the slow imports
@@ -45,12 +45,12 @@ from llm_demo.core.optim import (
     set_lr,
 )
 from llm_demo.core.rows import Part, heldout_rows, label_positions, micro_batches, to_device
-from llm_demo.job.args import Args, parse_args
-from llm_demo.job.costs import refuse_shares
-from llm_demo.job.device import DTYPES
-from llm_demo.job.dist import run as run_script
-from llm_demo.job.dist import start
-from llm_demo.job.run import Job, check_experts, run
+from llm_demo.flags.args import Args, parse_args
+from llm_demo.machine.device import DTYPES
+from llm_demo.machine.dist import run as run_script
+from llm_demo.machine.dist import start
+from llm_demo.model.costs import refuse_shares
+from llm_demo.run.job import Job, check_experts, run
 from pp.cut import plan_and_cut
 
 

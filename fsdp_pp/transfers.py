@@ -11,8 +11,8 @@ import torch.distributed as dist
 from fsdp.copy_engines import Mailbox, mailboxes
 from fsdp_pp.orders import BACKWARD, FORWARD
 from llm_demo.core.mesh import World
-from llm_demo.job.device import other_than_nvlink
-from llm_demo.job.dist import from_rank0, timeout
+from llm_demo.machine.device import other_than_nvlink
+from llm_demo.machine.dist import from_rank0, timeout
 
 # Thread blocks of NCCL's kernel for a transfer, each of which takes up a processor of the GPU, also
 # while it waits. With NCCL's own choice a step took 5 % longer (bench/LOG.md).

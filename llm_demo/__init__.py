@@ -2,7 +2,7 @@ import os
 import signal
 import sys
 
-from llm_demo.job.process import (
+from llm_demo.machine.process import (
     PARENT,
     end_in_one_line,
     end_with_parent,

@@ -13,11 +13,11 @@ import tempfile
 from pathlib import Path
 
 from llm_demo.core.errors import UserError
-from llm_demo.job.args import TrainArgs
-from llm_demo.job.inputs import refuse_absent
-from llm_demo.job.local_model import find_here, is_of_run
-from llm_demo.job.parsing import PlainParser, choices, path_of, whole
-from llm_demo.job.process import early
+from llm_demo.flags.args import TrainArgs
+from llm_demo.flags.parsing import PlainParser, choices, path_of, whole
+from llm_demo.machine.process import early
+from llm_demo.model.local_model import find_here, is_of_run
+from llm_demo.run.inputs import refuse_absent
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -50,16 +50,16 @@ from transformers import TextStreamer
 from llm_demo.data.labels import stop_tokens
 from llm_demo.data.turns import REFUSALS
 from llm_demo.export import ALONE, export, export_of
-from llm_demo.job.adapter_folder import open_adapter
-from llm_demo.job.adapters import add_adapter, start_of
-from llm_demo.job.checkpoint_files import checked_facts, find_checkpoint
-from llm_demo.job.device import pick_dtype, this_device
-from llm_demo.job.dist import run
-from llm_demo.job.families import position_limit
-from llm_demo.job.folder import published
-from llm_demo.job.model_folder import load_model, open_model
-from llm_demo.job.source import find_model, load_tokenizer, set_variables
-from llm_demo.job.text import words_of
+from llm_demo.machine.device import pick_dtype, this_device
+from llm_demo.machine.dist import run
+from llm_demo.machine.text import words_of
+from llm_demo.model.adapter_folder import open_adapter
+from llm_demo.model.adapters import add_adapter, start_of
+from llm_demo.model.families import position_limit
+from llm_demo.model.model_folder import load_model, open_model
+from llm_demo.model.source import find_model, load_tokenizer, set_variables
+from llm_demo.run.checkpoint_files import checked_facts, find_checkpoint
+from llm_demo.run.folder import published
 
 # An empty block of reasoning. A prompt may have opened it.
 EMPTY_BLOCKS = ("<think></think>", "</think>")

@@ -16,9 +16,10 @@ from llm_demo.core.attention import BUCKET
 from llm_demo.core.errors import UserError
 from llm_demo.core.loss import CHUNK_ROWS, HEAD_SLICE, SLIM
 from llm_demo.core.mesh import World
-from llm_demo.job.activations import count_blocks
-from llm_demo.job.choices import has_fused_kernels
-from llm_demo.job.costs import (
+from llm_demo.machine.device import free_host_memory, this_device
+from llm_demo.machine.dist import once_per_node
+from llm_demo.model.activations import count_blocks
+from llm_demo.model.costs import (
     dense_width,
     experts_of,
     heads_of,
@@ -26,8 +27,7 @@ from llm_demo.job.costs import (
     kinds_of,
     mixed_blocks,
 )
-from llm_demo.job.device import free_host_memory, this_device
-from llm_demo.job.dist import once_per_node
+from llm_demo.run.choices import has_fused_kernels
 
 GB = 2**30
 # per chosen expert with its probability: kept, so that the recomputation has the same ones

@@ -17,11 +17,11 @@ from pathlib import Path
 from llm_demo.core.errors import UserError, printable
 from llm_demo.data.check import check_rows
 from llm_demo.data.sources import find_files
-from llm_demo.job.args import DataArgs, TrainArgs
-from llm_demo.job.folder import refuse_inside_checkpoints, refuse_unwritable
-from llm_demo.job.local_model import find_here
-from llm_demo.job.parsing import PlainParser, choices, path_of, regex, whole
-from llm_demo.job.process import early
+from llm_demo.flags.args import DataArgs, TrainArgs
+from llm_demo.flags.parsing import PlainParser, choices, path_of, regex, whole
+from llm_demo.machine.process import early
+from llm_demo.model.local_model import find_here
+from llm_demo.run.folder import refuse_inside_checkpoints, refuse_unwritable
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -116,13 +116,13 @@ from llm_demo.core.rows import Packs, label_positions
 from llm_demo.data.labels import stop_tokens
 from llm_demo.data.packs import load_packs, prompts_of, refuse_unknown_tokens
 from llm_demo.data.questions import question_reader
-from llm_demo.job.device import pick_dtype, this_device
-from llm_demo.job.dist import run
-from llm_demo.job.families import length_dependent_rope, position_limit
-from llm_demo.job.files import disk_full, write_json, write_text
-from llm_demo.job.model_folder import load_model, open_model
-from llm_demo.job.source import find_model, fix_date, load_config, load_tokenizer, set_variables
-from llm_demo.job.text import counted, progress
+from llm_demo.machine.device import pick_dtype, this_device
+from llm_demo.machine.dist import run
+from llm_demo.machine.files import disk_full, write_json, write_text
+from llm_demo.machine.text import counted, progress
+from llm_demo.model.families import length_dependent_rope, position_limit
+from llm_demo.model.model_folder import load_model, open_model
+from llm_demo.model.source import find_model, fix_date, load_config, load_tokenizer, set_variables
 
 TOKENS = 1 << 16  # of a batch, including padding
 

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from llm_demo.core.errors import UserError, printable
-from llm_demo.job.args import TrainArgs
-from llm_demo.job.inputs import refuse_used
-from llm_demo.job.parsing import PlainParser, choices, path_of, size
-from llm_demo.job.process import early
+from llm_demo.flags.args import TrainArgs
+from llm_demo.flags.parsing import PlainParser, choices, path_of, size
+from llm_demo.machine.process import early
+from llm_demo.run.inputs import refuse_used
 
 OF_WEIGHTS = (*choices(TrainArgs, "dtype")[1:], "fp8", "fp8_rows")
 
@@ -60,25 +60,18 @@ from safetensors.torch import save_file
 from llm_demo.core.decoder import materialise, skeleton
 from llm_demo.core.experts import DECAYS
 from llm_demo.core.mesh import World
-from llm_demo.job.adapter_folder import BASE, BITS
-from llm_demo.job.adapters import factor_names, factors_of, in_peft, merge_into, peft_targets
-from llm_demo.job.checkpoint_files import (
-    checked_facts,
-    compare_shapes,
-    find_checkpoint,
-    read_tensors,
-    weights_of,
-)
-from llm_demo.job.device import DTYPES, drawn_on, this_device
-from llm_demo.job.dist import run
-from llm_demo.job.families import TEXT_OF
-from llm_demo.job.files import write_json, write_text
-from llm_demo.job.low_bits import E4M3, FORMATS, as_stored, configuration, laid_out, weight_of
-from llm_demo.job.model_folder import describe, on_meta
-from llm_demo.job.process import appearing, read_text
-from llm_demo.job.source import TOKENIZERS, find_model, load_tokenizer, read_config
-from llm_demo.job.text import differences, size_of, watched, words_of
-from llm_demo.job.weights_files import (
+from llm_demo.machine.device import DTYPES, drawn_on, this_device
+from llm_demo.machine.dist import run
+from llm_demo.machine.files import write_json, write_text
+from llm_demo.machine.process import appearing, read_text
+from llm_demo.machine.text import differences, size_of, watched, words_of
+from llm_demo.model.adapter_folder import BASE, BITS
+from llm_demo.model.adapters import factor_names, factors_of, in_peft, merge_into, peft_targets
+from llm_demo.model.families import TEXT_OF
+from llm_demo.model.low_bits import E4M3, FORMATS, as_stored, configuration, laid_out, weight_of
+from llm_demo.model.model_folder import describe, on_meta
+from llm_demo.model.source import TOKENIZERS, find_model, load_tokenizer, read_config
+from llm_demo.model.weights_files import (
     QUANTISED,
     Weights,
     as_in_files,
@@ -87,6 +80,13 @@ from llm_demo.job.weights_files import (
     in_files,
     open_weights,
     same_base,
+)
+from llm_demo.run.checkpoint_files import (
+    checked_facts,
+    compare_shapes,
+    find_checkpoint,
+    read_tensors,
+    weights_of,
 )
 
 ALONE = World(0, 1, 0, torch.device("cpu"))  # this process

@@ -25,12 +25,12 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from llm_demo.core.errors import UserError
-from llm_demo.job import parsing
-from llm_demo.job.args import MAX_COUNT, MAX_TOKENS, SpreadArgs, TrainArgs, parse_args
-from llm_demo.job.cards import CARDS, NVLINK, PCIE, SUSTAINED
-from llm_demo.job.local_model import find_here
-from llm_demo.job.parsing import PlainParser, whole
-from llm_demo.job.process import command, early
+from llm_demo.flags import parsing
+from llm_demo.flags.args import MAX_COUNT, MAX_TOKENS, SpreadArgs, TrainArgs, parse_args
+from llm_demo.flags.parsing import PlainParser, whole
+from llm_demo.machine.cards import CARDS, NVLINK, PCIE, SUSTAINED
+from llm_demo.machine.process import command, early
+from llm_demo.model.local_model import find_here
 
 MOST_CARDS = 64  # of a node; more take minutes
 
@@ -89,21 +89,21 @@ from fsdp_pp import estimate as fsdp_pp_estimate
 from fsdp_pp.flags import FsdpPipeArgs
 from llm_demo import step_time
 from llm_demo.estimate import CONTEXT_GB, GB, PROCESS, USABLE, fullest
-from llm_demo.job.adapters import choose_lora
-from llm_demo.job.choices import Compute, choose_compile, has_fused_kernels
-from llm_demo.job.costs import (
+from llm_demo.machine.device import dtype_name, pick_dtype, plan_for, this_device
+from llm_demo.machine.files import ROOT
+from llm_demo.machine.text import counted
+from llm_demo.model.adapters import choose_lora
+from llm_demo.model.costs import (
     experts_of,
     heads_of,
     is_hybrid,
     refuse_shares,
     share_of_heads,
 )
-from llm_demo.job.device import dtype_name, pick_dtype, plan_for, this_device
-from llm_demo.job.families import is_mixture
-from llm_demo.job.files import ROOT
-from llm_demo.job.model_folder import open_model
-from llm_demo.job.source import find_model
-from llm_demo.job.text import counted
+from llm_demo.model.families import is_mixture
+from llm_demo.model.model_folder import open_model
+from llm_demo.model.source import find_model
+from llm_demo.run.choices import Compute, choose_compile, has_fused_kernels
 from pp import estimate as pp_estimate
 from pp.cut import split
 from pp.flags import PipeArgs

@@ -18,8 +18,10 @@ from jinja2 import Environment
 from matplotlib.figure import Figure
 
 from llm_demo.core.errors import UserError
-from llm_demo.job.files import write_text
-from llm_demo.job.folder import (
+from llm_demo.flags.parsing import PlainParser, path_of
+from llm_demo.machine.files import write_text
+from llm_demo.machine.process import command, regular
+from llm_demo.run.folder import (
     WARMUP,
     column,
     finite_of,
@@ -30,8 +32,6 @@ from llm_demo.job.folder import (
     skipped,
     status,
 )
-from llm_demo.job.parsing import PlainParser, path_of
-from llm_demo.job.process import command, regular
 
 JUDGED = (  # settings that decide which tokens a held-out loss is of
     "eval_json", "eval_fraction", "seq_len", "overlong", "chat_template", "chat_template_kwargs",

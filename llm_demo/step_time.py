@@ -18,8 +18,9 @@ fits.md (H100; tests/test_fit.py). FLOP/s are of a card, bandwidths of what it r
 per second."""
 
 from llm_demo.estimate import tokens_here
-from llm_demo.job.cards import LINKED, NVLINK, PCIE, SUSTAINED, TFLOPS
-from llm_demo.job.costs import (
+from llm_demo.machine.cards import LINKED, NVLINK, PCIE, SUSTAINED, TFLOPS
+from llm_demo.machine.device import peak_tflops, this_device
+from llm_demo.model.costs import (
     OVERHEAD,
     block_costs,
     flops_of_slot,
@@ -29,7 +30,6 @@ from llm_demo.job.costs import (
     parameters_of,
     state_bytes,
 )
-from llm_demo.job.device import peak_tflops, this_device
 
 LAUNCH, LEAST = 0.007, 0.03  # seconds of a micro-batch: besides its tokens; in all, for the host
 TO_HOST = 33e9  # bytes per second between a card and the host, each way at once, by two cards

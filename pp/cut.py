@@ -5,8 +5,8 @@ import math
 from collections.abc import Callable
 
 from llm_demo.core.errors import UserError
-from llm_demo.job.costs import OVERHEAD, block_costs, head_cost
-from llm_demo.job.text import counted
+from llm_demo.machine.text import counted
+from llm_demo.model.costs import OVERHEAD, block_costs, head_cost
 
 # Measured on pipelines of 0.6B and 8B on two H200 (bench/LOG.md). The head takes less time for its
 # FLOPs than a block, because its products are larger.

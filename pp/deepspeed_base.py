@@ -12,8 +12,8 @@ import torch
 from packaging.version import Version
 
 from llm_demo.core.errors import UserError
-from llm_demo.job.files import DECODER
-from llm_demo.job.process import regular
+from llm_demo.machine.files import DECODER
+from llm_demo.machine.process import regular
 
 OLDEST, TESTED = "0.19.3", "0.19.8"
 # In --deepspeed_config: the flags that set these numbers.

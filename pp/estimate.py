@@ -3,7 +3,7 @@
 import torch
 
 from llm_demo.estimate import LOSS, NONE, Held
-from llm_demo.job.costs import MOMENT_BYTES, block_costs, head_cost, state_bytes
+from llm_demo.model.costs import MOMENT_BYTES, block_costs, head_cost, state_bytes
 
 BUCKET = 5e8  # DeepSpeed's default of reduce_bucket_size
 

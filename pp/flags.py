@@ -1,12 +1,12 @@
-"""Flags of pp_train.py beyond those in llm_demo/job/args.py. Imports nothing heavy."""
+"""Flags of pp_train.py beyond those in llm_demo/flags/args.py. Imports nothing heavy."""
 
 import dataclasses
 from typing import Literal
 
 from llm_demo.core.errors import UserError
-from llm_demo.job.args import StageArgs, refuse_with_deepspeed
-from llm_demo.job.files import ROOT
-from llm_demo.job.parsing import flag
+from llm_demo.flags.args import StageArgs, refuse_with_deepspeed
+from llm_demo.flags.parsing import flag
+from llm_demo.machine.files import ROOT
 
 
 @dataclasses.dataclass

@@ -77,7 +77,7 @@ def compiled() -> None:
     from llm_demo.core.attention import make_documents
     from llm_demo.core.decoder import Blocks, DecoderLoss, compile_forward
     from llm_demo.core.rows import position_ids
-    from llm_demo.job.source import load_config
+    from llm_demo.model.source import load_config
 
     pretend_there_is_a_gpu()
 

@@ -19,7 +19,7 @@ import psutil
 import pytest
 from import_once import ALWAYS
 
-from llm_demo.job.args import Args
+from llm_demo.flags.args import Args
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "models/qwen3-tiny"
@@ -347,7 +347,7 @@ def cache(tmp_path_factory):
 def ended(monkeypatch):
     """The exit codes with which programs of this process would have ended."""
     codes = []
-    monkeypatch.setattr("llm_demo.job.dist.os._exit", codes.append)
+    monkeypatch.setattr("llm_demo.machine.dist.os._exit", codes.append)
     return codes
 
 

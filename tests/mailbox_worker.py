@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fsdp import copy_engines
 from fsdp_pp import train_fsdp_pp, transfers
-from llm_demo.job.dist import run
+from llm_demo.machine.dist import run
 
 FOLDER = Path(sys.argv.pop(1))
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from llm_demo.core import loss, optim
 from llm_demo.core.delta import delta_layers
 from llm_demo.core.mesh import SPLIT
-from llm_demo.job.dist import start
+from llm_demo.machine.dist import start
 
 KIND, CASES = sys.argv[1:]
 record = {"steps": [], "after_step": [], "decays": set(), "case": {}}
@@ -191,7 +191,7 @@ def watch_zero(script):
 
 
 def train(job, engine, run):
-    """llm_demo.job.run.run with a `step` that is watched; a quiet case's is not."""
+    """llm_demo.run.job.run with a `step` that is watched; a quiet case's is not."""
     case = record["case"]
     if case.get("quiet"):
         return run(job, engine)

@@ -15,8 +15,8 @@ from llm_demo.core.decoder import Blocks, DecoderLoss, skeleton, spread_rows
 from llm_demo.core.rows import Part, position_ids
 from llm_demo.core.timer import CommTimer
 from llm_demo.estimate import saved_bytes
-from llm_demo.job.args import parse_args
-from llm_demo.job.choices import Compute, fused_kernels
+from llm_demo.flags.args import parse_args
+from llm_demo.run.choices import Compute, fused_kernels
 
 CPU, S = torch.device("cpu"), 64
 CU = torch.tensor([0, 20, 45, 64, 64], dtype=torch.int32)  # the second over both halves

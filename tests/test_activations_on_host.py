@@ -21,7 +21,7 @@ from llm_demo.core.decoder import DecoderLoss, allocate, fill, make_units, skele
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
 from llm_demo.estimate import attention_bytes
-from llm_demo.job.choices import fused_kernels
+from llm_demo.run.choices import fused_kernels
 
 KERNEL = "aten::_scaled_dot_product_flash_attention_for_cpu"
 CPU = torch.device("cpu")
@@ -226,8 +226,8 @@ def settings(**more):
 
 
 def test_estimates(monkeypatch):
-    from llm_demo.job.choices import Compute
-    from llm_demo.job.source import load_config
+    from llm_demo.model.source import load_config
+    from llm_demo.run.choices import Compute
 
     config = load_config(ROOT / "models/qwen3-8b", ROWS)
     train = type("Train", (), {"seq_len": ROWS, "single": True, "longest": ROWS})

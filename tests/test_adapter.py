@@ -18,8 +18,9 @@ from tiny_tokenizer import packs_of
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from fsdp.flags import GROUPS
-from llm_demo.job.adapter_folder import BASE, BITS, open_adapter
-from llm_demo.job.adapters import (
+from llm_demo.flags.args import parse_args
+from llm_demo.model.adapter_folder import BASE, BITS, open_adapter
+from llm_demo.model.adapters import (
     ALL,
     add_adapter,
     choose_lora,
@@ -28,8 +29,7 @@ from llm_demo.job.adapters import (
     origin,
     start_of,
 )
-from llm_demo.job.args import parse_args
-from llm_demo.job.weights_files import base_digest, not_started
+from llm_demo.model.weights_files import base_digest, not_started
 
 HOW = {  # of adapters
     "tied": {"target_modules": ["q_proj", "down_proj"], "use_rslora": True, "lora_alpha": 5},

@@ -18,10 +18,10 @@ from llm_demo.core.attention import BACKENDS, make_documents
 from llm_demo.core.decoder import Blocks, DecoderLoss
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import position_ids
-from llm_demo.job import choices
-from llm_demo.job.choices import choose_attention, compare_with_math
-from llm_demo.job.costs import heads_of
-from llm_demo.job.device import Device, peak_tflops, pick_dtype, this_device
+from llm_demo.machine.device import Device, peak_tflops, pick_dtype, this_device
+from llm_demo.model.costs import heads_of
+from llm_demo.run import choices
+from llm_demo.run.choices import choose_attention, compare_with_math
 
 ON_CPU = ["bucketed", "bucketed_math", "math"]
 # Fused kernels want a GPU and bf16; the same assertions hold there to the bit, too.
@@ -451,7 +451,7 @@ def test_the_probe_notices_refused_kernels(impl, device, allowed, values, proble
 
 
 def test_the_probe_does_not_import_transformers():
-    code = "import sys, llm_demo.job.choices; print('transformers' in sys.modules)"
+    code = "import sys, llm_demo.run.choices; print('transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr
 

@@ -14,8 +14,9 @@ from fsdp.flags import FsdpArgs
 from llm_demo import chat, evaluate, export, fit
 from llm_demo.core.errors import UserError
 from llm_demo.data import sources
-from llm_demo.job import args, dist, parsing, process
+from llm_demo.flags import args, parsing
 from llm_demo.launch import __main__ as launch
+from llm_demo.machine import dist, process
 from pp.flags import PipeArgs
 
 SHARED = (args.ModelArgs, args.DataArgs, args.TrainArgs, args.RunArgs)

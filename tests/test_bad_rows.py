@@ -14,8 +14,8 @@ from tiny_tokenizer import first, golden, make_tokenizer, packs_of, skipped, wri
 from llm_demo.core.errors import UserError
 from llm_demo.data import bad_rows
 from llm_demo.data.check import check_rows
-from llm_demo.job.args import DataArgs
-from llm_demo.job.plan import load_data
+from llm_demo.flags.args import DataArgs
+from llm_demo.run.plan import load_data
 
 GOOD = {"prompt": "hi", "completion": "yo"}
 YO = "<S>user\nhi<E>\n<S>assistant\n⟦yo<E>⟧\n"
@@ -163,7 +163,7 @@ def test_what_is_learnt_is_never_skipped_over(tmp_path):
 
 def test_held_out_rows_are_never_skipped(tmp_path, monkeypatch):
     monkeypatch.setenv("LLM_DEMO_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("llm_demo.job.plan.once_per_node", lambda world, build: build())
+    monkeypatch.setattr("llm_demo.run.plan.once_per_node", lambda world, build: build())
     train = write(tmp_path / "x.jsonl", GOOD, "{\n", GOOD, GOOD)
     held = write(tmp_path / "x.heldout.jsonl", GOOD, "{\n", "{\n")
 

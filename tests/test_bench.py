@@ -28,9 +28,9 @@ from bench.peers import torchtitan, trl
 from fsdp.flags import FsdpArgs
 from fsdp_pp.flags import FsdpPipeArgs
 from llm_demo.core.errors import UserError
-from llm_demo.job import device
-from llm_demo.job.args import ExpertArgs, SpreadArgs, less_memory, parse_args
-from llm_demo.job.dist import run as run_main
+from llm_demo.flags.args import ExpertArgs, SpreadArgs, less_memory, parse_args
+from llm_demo.machine import device
+from llm_demo.machine.dist import run as run_main
 from pp.flags import PipeArgs
 from zero.flags import ZeroArgs
 
@@ -306,7 +306,7 @@ def test_the_links_between_gpus(tool, said, found, monkeypatch):
             raise FileNotFoundError
         return subprocess.CompletedProcess(command, 0, stdout=said)
 
-    monkeypatch.setattr("llm_demo.job.device.subprocess.run", run)
+    monkeypatch.setattr("llm_demo.machine.device.subprocess.run", run)
     assert device.links.__wrapped__() == found  # not what this process has found
 
 

@@ -9,7 +9,7 @@ import torch
 from conftest import ROOT, TINY
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from llm_demo.job.costs import active_of
+from llm_demo.model.costs import active_of
 
 TRAIN, HELDOUT = ROOT / "data" / "sft_en.jsonl", ROOT / "data" / "sft_en.heldout.jsonl"
 

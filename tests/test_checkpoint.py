@@ -17,8 +17,8 @@ from torch.distributed.checkpoint import filesystem
 
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
-from llm_demo.job import checkpoint_files, saver
-from llm_demo.job.dist import lost_peer
+from llm_demo.machine.dist import lost_peer
+from llm_demo.run import checkpoint_files, saver
 
 
 class Voice:

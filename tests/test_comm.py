@@ -10,7 +10,7 @@ import torch
 from conftest import ROOT, torchrun
 
 from llm_demo.core.timer import CommTimer, _Clock, union
-from llm_demo.job.profiling import LAUNCH_GAP, waiting
+from llm_demo.machine.profiling import LAUNCH_GAP, waiting
 
 LATE = """
 import sys, time, torch, torch.distributed as dist
@@ -33,7 +33,7 @@ everyone = [None] * 2
 timer.remove()
 assert dist.all_reduce is original
 dist.all_gather_object(everyone, operations)
-from llm_demo.job.profiling import waiting
+from llm_demo.machine.profiling import waiting
 found = ["FOUND", rank, busy, exposed, waiting(everyone)[rank]]
 sys.stdout.write(" ".join(map(str, [*found, sorted(operations, key=str)])) + "\\n")
 dist.destroy_process_group()
@@ -56,7 +56,7 @@ def test_union_and_waiting():
 CHANGING = """
 import torch, torch.distributed as dist
 from llm_demo.core.mesh import World
-from llm_demo.job.records import Gather
+from llm_demo.run.records import Gather
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 gather = Gather(World(rank, 2, rank, torch.device("cpu")))

@@ -11,10 +11,10 @@ from llm_demo.core import decoder, loss, optim
 from llm_demo.core.attention import make_documents
 from llm_demo.core.decoder import Blocks, materialise, skeleton
 from llm_demo.core.rows import position_ids
-from llm_demo.job import choices
-from llm_demo.job.choices import choose_compile
-from llm_demo.job.device import DTYPES, Device, pick_dtype
-from llm_demo.job.source import load_config
+from llm_demo.machine.device import DTYPES, Device, pick_dtype
+from llm_demo.model.source import load_config
+from llm_demo.run import choices
+from llm_demo.run.choices import choose_compile
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_the_probe_tests_what_the_run_would_compile(asked, dtype, monkeypatch):
     probes = []
     monkeypatch.setattr(choices, "probe_once", lambda *args: probes.append(args) or "wrong")
     found = choose_compile(asked, H100, "varlen", dtype=DTYPES[dtype])
-    assert probes == [("llm_demo.job.choices", "compile", dtype, "varlen")]
+    assert probes == [("llm_demo.run.choices", "compile", dtype, "varlen")]
     assert found == (False, "torch.compile does not work here: wrong")
 
 

@@ -11,7 +11,7 @@ from fsdp.build import choose_engines
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
 from llm_demo.core.timer import CommTimer
-from llm_demo.job.device import Device
+from llm_demo.machine.device import Device
 
 H200 = Device("cuda", "nvidia", "NVIDIA H200", "sm_90", 140.0)
 MI100 = Device("cuda", "amd", "AMD Instinct MI100", "gfx908", 32.0)
@@ -59,7 +59,7 @@ def test_the_choice(asked, device, world, change, chosen, reason, monkeypatch):
         "_cannot_share": lambda *_: None,
         "_cannot_gather": lambda *_: None,
     }
-    monkeypatch.setattr("llm_demo.job.device.links", lambda: change.get("links", NV))
+    monkeypatch.setattr("llm_demo.machine.device.links", lambda: change.get("links", NV))
     if "fails" in change:
         parts[change["fails"]] = fails
     for name, part in parts.items():
@@ -126,7 +126,7 @@ def test_the_timer_sees_what_fsdp_copies(monkeypatch):
 
 COPIES = """
 import torch
-from llm_demo.job.dist import start, run
+from llm_demo.machine.dist import start, run
 from fsdp import copy_engines
 from llm_demo.core.mesh import make_mesh
 

@@ -22,9 +22,9 @@ from llm_demo.core.rows import Part, collate, order_rows, real_tokens, step_rows
 from llm_demo.data import packs as makers
 from llm_demo.data.packs import best_fit, describe_example, prompts_of
 from llm_demo.data.sources import heldout_beside
-from llm_demo.job import cache
-from llm_demo.job.plan import decide_horizon, usual_lr
-from llm_demo.job.text import counted
+from llm_demo.machine import cache
+from llm_demo.machine.text import counted
+from llm_demo.run.plan import decide_horizon, usual_lr
 from pp.cut import describe_split
 
 SHARED = Path(__file__).parents[2] / "shared"

@@ -11,9 +11,9 @@ import torch
 from conftest import ROOT, environment, run
 
 from llm_demo.core.errors import UserError
-from llm_demo.job import device as devices
-from llm_demo.job.device import peak_tflops, this_device
 from llm_demo.launch.__main__ import this_node
+from llm_demo.machine import device as devices
+from llm_demo.machine.device import peak_tflops, this_device
 
 
 def fake(monkeypatch, *gpus, hip="6.4.43482", archs=()):
@@ -147,7 +147,9 @@ def test_nodes_with_other_gpus_are_refused(record_property):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    code = "import os\nfrom llm_demo.job import dist\ndist.drawn_on = lambda: os.environ['KIND']\n"
+    code = (
+        "import os\nfrom llm_demo.machine import dist\ndist.drawn_on = lambda: os.environ['KIND']\n"
+    )
     code += "dist.run(dist.start)"
     node = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_PORT": port}
     node |= {"MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": ""}
@@ -184,7 +186,7 @@ import sys
 import pytest
 sys.path.insert(0, {str(ROOT / "tests")!r})
 from test_device import MI100, WHEEL, XTX, fake
-from llm_demo.job import dist
+from llm_demo.machine import dist
 fake(pytest.MonkeyPatch(), MI100, XTX, archs=WHEEL)
 dist.run(dist.start)
 """

@@ -36,10 +36,11 @@ from safetensors.torch import save_file
 from llm_demo.core import errors
 from llm_demo.core.decoder import skeleton
 from llm_demo.core.errors import UserError
-from llm_demo.job import choices, dist, process
-from llm_demo.job.log import Log
-from llm_demo.job.secrets import without_given_secrets
-from llm_demo.job.source import load_config
+from llm_demo.machine import dist, process
+from llm_demo.machine.secrets import without_given_secrets
+from llm_demo.model.source import load_config
+from llm_demo.run import choices
+from llm_demo.run.log import Log
 
 TRAIN = "--seq_len 64 --micro_batch_size 1 --grad_accum_steps 2 --max_steps 5000 --log_every 1"
 
@@ -280,7 +281,7 @@ os.read(0, 1)
 """
 CHILD = """
 import os, sys, time
-from llm_demo.job import process
+from llm_demo.machine import process
 if sys.argv[1] == "thread":
     process.LIBC = None
     process.end_with_parent(os.getppid())
@@ -463,7 +464,7 @@ def test_ctrl_c_in_a_program_is_one_line(ended, capsys):
 
 WAIT = """
 import os, sys, time, torch
-from llm_demo.job import dist
+from llm_demo.machine import dist
 
 def slow():
     if os.environ["RANK"] == "0":

@@ -11,8 +11,8 @@ from conftest import ROOT, TINY, ZERO, logged, slow, smaller_model, train_cases
 from llm_demo.core.decoder import skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.optim import make_adamw
-from llm_demo.job.costs import unit_sizes
-from llm_demo.job.source import load_config
+from llm_demo.model.costs import unit_sizes
+from llm_demo.model.source import load_config
 from pp import deepspeed_base, ds_engine, ds_patches
 from pp.cut import costs, describe_split, split
 from pp.ds_engine import layer_specs

@@ -35,10 +35,10 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llm_demo import fit
-from llm_demo.job.dist import run as run_main
-from llm_demo.job.dist import start
-from llm_demo.job.families import EXPERTS
-from llm_demo.job.process import fault_of_environment
+from llm_demo.machine.dist import run as run_main
+from llm_demo.machine.dist import start
+from llm_demo.machine.process import fault_of_environment
+from llm_demo.model.families import EXPERTS
 
 DOWN = "model.layers.0.mlp.down_proj.weight"
 HEAD = "base_model.model.lm_head.lora_A.weight"

@@ -34,12 +34,12 @@ from llm_demo.core.experts import Routers, blocks_with_experts
 from llm_demo.core.lora import Lora, apply_lora
 from llm_demo.core.mesh import World
 from llm_demo.core.rows import position_ids
-from llm_demo.job import choices
-from llm_demo.job.adapters import choose_lora
-from llm_demo.job.choices import Compute
-from llm_demo.job.costs import Cost, parameters_of, unit_sizes
-from llm_demo.job.device import DTYPES
-from llm_demo.job.source import load_config
+from llm_demo.machine.device import DTYPES
+from llm_demo.model.adapters import choose_lora
+from llm_demo.model.costs import Cost, parameters_of, unit_sizes
+from llm_demo.model.source import load_config
+from llm_demo.run import choices
+from llm_demo.run.choices import Compute
 from pp import estimate as pipeline
 from zero import estimate as zero
 
@@ -540,7 +540,7 @@ def test_what_a_kernel_allocates_beside_experts_counts(monkeypatch):
 
 def test_compiled_linear_attention_with_a_kernel(monkeypatch):
     """The convolution's inputs are kept once, in units as they are compiled."""
-    monkeypatch.setattr("llm_demo.job.delta._kernel", lambda kda, q, k, v, *rest: v.clone())
+    monkeypatch.setattr("llm_demo.run.choose_delta._kernel", lambda kda, q, k, v, *rest: v.clone())
     for config in LINEAR:
         n = unit_sizes(config, 3, 0)[0]
         real = (

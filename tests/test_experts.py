@@ -18,7 +18,7 @@ from llm_demo.core.decoder import Blocks
 from llm_demo.core.experts import PRODUCTS, Routers, looped_product, sorted_experts
 from llm_demo.core.lora import Lora, adapt_experts
 from llm_demo.core.mesh import World
-from llm_demo.job.choices import choose_product, decide_compute, why_not_compiled
+from llm_demo.run.choices import choose_product, decide_compute, why_not_compiled
 
 D, E, K = 32, 8, 2
 SIZES = dict(hidden_size=D, moe_intermediate_size=16, num_experts_per_tok=K, hidden_act="silu")

@@ -16,10 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from llm_demo import export
 from llm_demo.core.errors import UserError
-from llm_demo.job import checkpoint_files
-from llm_demo.job.families import position_limit
-from llm_demo.job.model_folder import describe_model
-from llm_demo.job.source import load_config
+from llm_demo.model.families import position_limit
+from llm_demo.model.model_folder import describe_model
+from llm_demo.model.source import load_config
+from llm_demo.run import checkpoint_files
 
 pytestmark = pytest.mark.usefixtures("alone")
 FACTS = {"step": 7, "adam_steps": 7, "loss_scale": {"scale": 1.0, "good_steps": 7}, "tokens": 4096,
@@ -312,8 +312,8 @@ LONG = """
 import time, torch
 from pathlib import Path
 from types import SimpleNamespace
-from llm_demo.job import dist
-from llm_demo.job import run
+from llm_demo.machine import dist
+from llm_demo.run import job as run
 
 def export(checkpoint, out, dtype):
     time.sleep(5)

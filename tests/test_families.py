@@ -25,10 +25,10 @@ from transformers import (
 
 from llm_demo.core.errors import UserError
 from llm_demo.export import export
-from llm_demo.job.costs import parameters_of, refuse_shares
-from llm_demo.job.families import problems_of, window_of, without_window
-from llm_demo.job.model_folder import describe_for_version_4, describe_model, open_model
-from llm_demo.job.source import load_tokenizer
+from llm_demo.model.costs import parameters_of, refuse_shares
+from llm_demo.model.families import problems_of, window_of, without_window
+from llm_demo.model.model_folder import describe_for_version_4, describe_model, open_model
+from llm_demo.model.source import load_tokenizer
 
 IDS = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)
 YARN = {"rope_type": "yarn", "rope_theta": 1e5, "factor": 8.0,

@@ -17,9 +17,9 @@ from conftest import ROOT, args_with, run, slow
 
 from llm_demo import estimate as memory
 from llm_demo import fit, step_time
-from llm_demo.job import device
-from llm_demo.job.source import find_model, load_config
 from llm_demo.launch.settings import check_flags, read_launcher
+from llm_demo.machine import device
+from llm_demo.model.source import find_model, load_config
 
 SMALL, LARGE = "models/qwen3-0.6b", "models/qwen3-8b"
 MIXTURE, TINY_MIXTURE = "models/qwen3-30b-a3b", "models/qwen3-moe-tiny"

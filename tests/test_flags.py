@@ -18,10 +18,10 @@ from llm_demo.check import __main__ as check
 from llm_demo.core import attention
 from llm_demo.core.errors import UserError
 from llm_demo.data import records
-from llm_demo.job import args, parsing
-from llm_demo.job.folder import INPUTS
-from llm_demo.job.parsing import choices, env_of, groups_of
+from llm_demo.flags import args, parsing
+from llm_demo.flags.parsing import choices, env_of, groups_of
 from llm_demo.launch.settings import FIRST_RUN, without_effect
+from llm_demo.run.folder import INPUTS
 
 GROUPS = {kind: groups_of(ROOT / kind) for kind in ("fsdp", "pp", "zero", "fsdp_pp")}
 LAUNCHERS = {kind: f"{kind}/launch_{kind}.sh" for kind in GROUPS}

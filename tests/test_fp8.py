@@ -26,9 +26,9 @@ from llm_demo.core.decoder import DecoderLoss, make_units
 from llm_demo.core.fp8 import RECIPES, fp8_blocks, linear, scales_of, transposed_fp8, use_fp8
 from llm_demo.core.lora import Lora, LoraLinear
 from llm_demo.core.rows import position_ids
-from llm_demo.job.choices import Compute
-from llm_demo.job.fp8 import decide_fp8, fp8_fault
-from llm_demo.job.text import layer_kinds
+from llm_demo.machine.text import layer_kinds
+from llm_demo.run.choices import Compute
+from llm_demo.run.choose_fp8 import decide_fp8, fp8_fault
 
 T, N, K = 256, 384, 256
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -25,10 +25,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConf
 from transformers.quantizers import AutoHfQuantizer
 
 from llm_demo import export
-from llm_demo.job import checkpoint_files
-from llm_demo.job.low_bits import quantised, weight_of
-from llm_demo.job.model_folder import describe_model, load_model, open_model
-from llm_demo.job.source import load_tokenizer
+from llm_demo.model.low_bits import quantised, weight_of
+from llm_demo.model.model_folder import describe_model, load_model, open_model
+from llm_demo.model.source import load_tokenizer
+from llm_demo.run import checkpoint_files
 
 pytestmark = pytest.mark.usefixtures("alone")
 WAYS = {"fp8": "blocks", "fp8_rows": "rows"}

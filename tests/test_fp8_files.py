@@ -19,9 +19,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from llm_demo.job.model_folder import describe_model, load_model, open_model, try_describe
-from llm_demo.job.source import find_model, load_config, load_tokenizer
-from llm_demo.job.weights_files import open_weights
+from llm_demo.model.model_folder import describe_model, load_model, open_model, try_describe
+from llm_demo.model.source import find_model, load_config, load_tokenizer
+from llm_demo.model.weights_files import open_weights
 
 SIZES = dict(
     vocab_size=4096, hidden_size=128, intermediate_size=256, moe_intermediate_size=128,

@@ -205,7 +205,7 @@ def test_receives_begin_early_on_slow_links(kinds, local_size, p2p_off, early, m
     monkeypatch.setenv("NCCL_P2P_DISABLE", p2p_off)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_size))
     monkeypatch.setattr(transfers, "from_rank0", lambda world, make: make())
-    monkeypatch.setattr("llm_demo.job.device.links", lambda: kinds)
+    monkeypatch.setattr("llm_demo.machine.device.links", lambda: kinds)
     said = []
     chosen = transfers.receive_early(World(0, 2, 0, torch.device("cuda", 0)), said.append)
     assert chosen == early and ("begin early" in said[0]) == early

@@ -20,9 +20,9 @@ from tiny_tokenizer import packs_of
 
 from llm_demo import export
 from llm_demo.core.errors import UserError
-from llm_demo.job import checkpoint_files, lock, log, records, saver
-from llm_demo.job.files import disk_full
-from llm_demo.job.source import load_tokenizer
+from llm_demo.machine.files import disk_full
+from llm_demo.model.source import load_tokenizer
+from llm_demo.run import checkpoint_files, lock, log, records, saver
 
 pytestmark = pytest.mark.usefixtures("alone")
 

@@ -12,7 +12,7 @@ from fsdp import activations_on_host, host_adamw
 from fsdp.host_adamw import plain_units
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
-from llm_demo.job import device, process
+from llm_demo.machine import device, process
 
 CPU = World(0, 4, 0, torch.device("cpu"))
 

@@ -20,9 +20,9 @@ from llm_demo.data import turns as reasons
 from llm_demo.data.labels import Codec, encode
 from llm_demo.data.records import detect_format, to_record
 from llm_demo.data.turns import Record
-from llm_demo.job.args import DataArgs
-from llm_demo.job.parsing import NOT_VARIABLES, template_variables
-from llm_demo.job.source import set_variables
+from llm_demo.flags.args import DataArgs
+from llm_demo.flags.parsing import NOT_VARIABLES, template_variables
+from llm_demo.model.source import set_variables
 
 SHARED = Path(__file__).parents[2] / "shared"
 

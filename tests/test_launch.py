@@ -353,7 +353,7 @@ def test_one_node_listens_on_loopback_alone(kind, script, tmp_path):
 
 def test_a_process_alone_listens_on_loopback():
     code = (
-        "import os, psutil; from llm_demo.job.dist import start; start(); "
+        "import os, psutil; from llm_demo.machine.dist import start; start(); "
         "print(*[s.laddr.ip for s in psutil.Process().net_connections('inet')]); "
         "print(os.environ['GLOO_SOCKET_IFNAME'], os.environ['NCCL_SOCKET_IFNAME'])"
     )
@@ -365,7 +365,7 @@ def test_a_process_alone_listens_on_loopback():
 
 BY_HAND = """
 import os, psutil, torch.distributed as dist
-from llm_demo.job.dist import start
+from llm_demo.machine.dist import start
 start()
 found = {s.laddr.ip for s in psutil.Process().net_connections("inet") if s.status == "LISTEN"}
 print(*found)

@@ -12,7 +12,7 @@ HOSTILE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 PARSE = """
 import sys
 from llm_demo.core.errors import UserError
-from llm_demo.job.args import parse_args
+from llm_demo.flags.args import parse_args
 try:
     print(ascii(parse_args("", argv=sys.argv[1:]).output_dir))
 except UserError as e:

@@ -9,7 +9,7 @@ from torch.distributed.utils import _to_kwargs
 
 from llm_demo.core import long_documents
 from llm_demo.core.attention import BACKENDS, make_documents
-from llm_demo.job.choices import fused_kernels
+from llm_demo.run.choices import fused_kernels
 
 pytest.importorskip("torch.nn.attention.varlen", reason="the backend needs PyTorch 2.10")
 

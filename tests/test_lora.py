@@ -24,9 +24,9 @@ from llm_demo.core.errors import UserError
 from llm_demo.core.experts import FUSED
 from llm_demo.core.lora import Factor, Lora, LoraLinear
 from llm_demo.export import export, write_adapter
-from llm_demo.job.adapters import choose_lora, factors_of
-from llm_demo.job.source import find_model
-from llm_demo.job.weights_files import open_weights
+from llm_demo.model.adapters import choose_lora, factors_of
+from llm_demo.model.source import find_model
+from llm_demo.model.weights_files import open_weights
 
 RANK, ALPHA = 6, 32  # a rank that no number of processes divides
 TARGETS = {"tied": "all-linear", "untied": "q_proj,down_proj", "llama": "all-linear"}

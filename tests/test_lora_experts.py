@@ -38,10 +38,10 @@ from llm_demo.core.experts import FUSED, Routers, blocks_with_experts
 from llm_demo.core.lora import apply_lora
 from llm_demo.core.rows import position_ids
 from llm_demo.export import write_adapter
-from llm_demo.job.adapters import choose_lora, factors_of, merge_into
-from llm_demo.job.checkpoint_files import read_tensors, weights_of
-from llm_demo.job.source import load_config
-from llm_demo.job.weights_files import open_weights
+from llm_demo.model.adapters import choose_lora, factors_of, merge_into
+from llm_demo.model.source import load_config
+from llm_demo.model.weights_files import open_weights
+from llm_demo.run.checkpoint_files import read_tensors, weights_of
 
 
 @pytest.fixture(scope="module")

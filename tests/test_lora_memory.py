@@ -18,10 +18,10 @@ from llm_demo.core.decoder import Blocks, allocate, skeleton
 from llm_demo.core.lora import Lora, apply_lora
 from llm_demo.core.loss import SLIM
 from llm_demo.estimate import loss_bytes
-from llm_demo.job.choices import Compute
-from llm_demo.job.costs import block_costs, experts_of, flops_of_slot
-from llm_demo.job.plan import Data, Plan
-from llm_demo.job.source import load_config
+from llm_demo.model.costs import block_costs, experts_of, flops_of_slot
+from llm_demo.model.source import load_config
+from llm_demo.run.choices import Compute
+from llm_demo.run.plan import Data, Plan
 
 
 @pytest.mark.parametrize("targets", ["all-linear", "q_proj,down_proj"])

@@ -15,10 +15,10 @@ from llm_demo.core.attention import make_documents
 from llm_demo.core.decoder import Blocks, materialise, skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import position_ids
-from llm_demo.job.costs import block_costs, flops_of_slot, head_cost, param_count, unit_sizes
-from llm_demo.job.model_folder import describe, describe_model, open_model, try_describe
-from llm_demo.job.source import find_model, load_config, load_tokenizer
-from llm_demo.job.weights_files import open_weights
+from llm_demo.model.costs import block_costs, flops_of_slot, head_cost, param_count, unit_sizes
+from llm_demo.model.model_folder import describe, describe_model, open_model, try_describe
+from llm_demo.model.source import find_model, load_config, load_tokenizer
+from llm_demo.model.weights_files import open_weights
 
 CPU = torch.device("cpu")
 SIZES = dict(
@@ -269,7 +269,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 @pytest.mark.parametrize("other", [False, True], ids=["equal", "other"])
 def test_a_tied_head_in_the_files(other, good, tmp_path, monkeypatch):
     """Of other values it is kept, as transformers does; an equal one stays tied."""
-    monkeypatch.setattr("llm_demo.job.weights_files.COMPARED", 320)  # parts of ten rows
+    monkeypatch.setattr("llm_demo.model.weights_files.COMPARED", 320)  # parts of ten rows
 
     def head(tensors):
         values = tensors[EMBEDDING].clone()

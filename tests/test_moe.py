@@ -25,7 +25,7 @@ from transformers import (
 
 from llm_demo.core.optim import lr_at
 from llm_demo.core.rows import step_rows
-from llm_demo.job.checkpoint_files import read_tensors, shapes_of
+from llm_demo.run.checkpoint_files import read_tensors, shapes_of
 
 SIZES = dict(
     vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=4,

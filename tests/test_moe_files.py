@@ -26,8 +26,8 @@ from transformers import (
 from llm_demo import export, fit
 from llm_demo.core.decoder import fill, make_units, materialise, skeleton
 from llm_demo.core.errors import UserError
-from llm_demo.job import checkpoint_files
-from llm_demo.job.costs import (
+from llm_demo.machine.text import short
+from llm_demo.model.costs import (
     active_of,
     block_costs,
     experts_of,
@@ -37,10 +37,10 @@ from llm_demo.job.costs import (
     parameters_of,
     unit_sizes,
 )
-from llm_demo.job.model_folder import find_source
-from llm_demo.job.source import load_config
-from llm_demo.job.text import short
-from llm_demo.job.weights_files import open_weights
+from llm_demo.model.model_folder import find_source
+from llm_demo.model.source import load_config
+from llm_demo.model.weights_files import open_weights
+from llm_demo.run import checkpoint_files
 from pp.cut import costs, describe_split, parameters, split
 
 QWEN = load_config(ROOT / "models/qwen3-30b-a3b", 4096)
@@ -238,7 +238,7 @@ def test_only_what_is_asked_for_is_read(tmp_path, monkeypatch):
             read.append(name)
             return self.opened.get_slice(name)
 
-    monkeypatch.setattr("llm_demo.job.weights_files.safe_open", Spy)
+    monkeypatch.setattr("llm_demo.model.weights_files.safe_open", Spy)
     key = "model.layers.0.mlp.experts.gate_up_proj"
     values = weights.read(key, (slice(2, 4), slice(20, 30)))
     assert read == ["open", *(f"model.layers.0.mlp.experts.{e}.up_proj.weight" for e in (2, 3))]

@@ -14,10 +14,11 @@ from tiny_tokenizer import make_tokenizer, packs_of, write
 
 from llm_demo import chat, evaluate, export
 from llm_demo.core.mesh import World
-from llm_demo.job import parsing, text
-from llm_demo.job.run import next_steps, without_dry_run
-from llm_demo.job.text import resume
-from llm_demo.job.weights_files import loading, open_weights
+from llm_demo.flags import parsing
+from llm_demo.machine import text
+from llm_demo.machine.text import resume
+from llm_demo.model.weights_files import loading, open_weights
+from llm_demo.run.job import next_steps, without_dry_run
 
 
 @pytest.fixture
@@ -217,7 +218,7 @@ def heldout_loss(folder, step):
 
 SHOW_ALL = """
 import runpy, sys
-from llm_demo.job import text
+from llm_demo.machine import text
 text.DELAY = 0
 runpy.run_path(sys.argv.pop(1), run_name="__main__")
 """

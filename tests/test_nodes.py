@@ -169,12 +169,12 @@ def test_other_versions_or_other_code_are_named_on_all_nodes(port, tmp_path, rec
 def test_the_digest_is_of_all_scripts(tmp_path, monkeypatch):
     """fsdp_pp imports from fsdp."""
     monkeypatch.setattr(nodes, "ROOT", tmp_path)
-    for name in ("llm_demo/job/log.py", "fsdp/flags.py", "fsdp/fsdp2.py", "fsdp_pp/flags.py"):
+    for name in ("llm_demo/run/log.py", "fsdp/flags.py", "fsdp/fsdp2.py", "fsdp_pp/flags.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("a = 1")
     digest = lambda: nodes.facts_of(tmp_path / "fsdp_pp/train.py")["code"]  # noqa: E731
     seen = {digest()}
-    for name in ("llm_demo/job/log.py", "fsdp/fsdp2.py", "fsdp_pp/flags.py"):
+    for name in ("llm_demo/run/log.py", "fsdp/fsdp2.py", "fsdp_pp/flags.py"):
         (tmp_path / name).write_text("a = 2")
         seen.add(digest())
     assert len(seen) == 4

@@ -17,8 +17,8 @@ from llm_demo import estimate as memory
 from llm_demo.core import optim
 from llm_demo.core.masters import Masters
 from llm_demo.core.optim import LossScale, clipped_step, halve, join, make_adamw
-from llm_demo.job.choices import Compute
-from llm_demo.job.source import load_config
+from llm_demo.model.source import load_config
+from llm_demo.run.choices import Compute
 
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KEPT = ("train/loss", "train/grad_norm", "train/lr")

@@ -8,9 +8,9 @@ from torch import nn
 from fsdp.host_adamw import HostAdamW, UnitSum
 from llm_demo.core import optim
 from llm_demo.core.optim import MOMENTS, LossScale, clipped_step, global_norm, lr_at, make_adamw
-from llm_demo.job.args import TrainArgs
-from llm_demo.job.choices import compiles_adamw
-from llm_demo.job.parsing import choices
+from llm_demo.flags.args import TrainArgs
+from llm_demo.flags.parsing import choices
+from llm_demo.run.choices import compiles_adamw
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -16,11 +16,11 @@ from transformers import MistralConfig, Qwen2Config
 
 from llm_demo.core.errors import UserError
 from llm_demo.core.lora import Lora
-from llm_demo.job.families import window_of, without_window
-from llm_demo.job.folder import settings_of
-from llm_demo.job.plan import decide_seq_len, usual_lr
-from llm_demo.job.run import best_of
-from llm_demo.job.source import load_config
+from llm_demo.model.families import window_of, without_window
+from llm_demo.model.source import load_config
+from llm_demo.run.folder import settings_of
+from llm_demo.run.job import best_of
+from llm_demo.run.plan import decide_seq_len, usual_lr
 
 # ------------------------------------------------------------------ the cache
 
@@ -312,7 +312,7 @@ def test_a_disk_that_cannot_hold_the_checkpoints(tmp_path, alone, capsys, monkey
     said = capsys.readouterr().out
     assert re.search(r"checkpoints: about 0.00\d+ GB each, at most 3 at once", said)
     usage = shutil.disk_usage(tmp_path)._replace(free=8 << 20)  # for two
-    monkeypatch.setattr("llm_demo.job.run.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("llm_demo.run.job.shutil.disk_usage", lambda path: usage)
     alone(*flags, "--dry_run", "--save_every", "3")
     alone(*flags, "--dry_run", "--save_every", "2", "--optim_state", "bf16")  # 8 bytes, not 12
     for more in (["--dry_run"], []):

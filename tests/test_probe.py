@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from llm_demo.job.choices import probe_once
+from llm_demo.run.choices import probe_once
 
 # Succeeds once there is a compiler; counts its runs.
 MODULE = """

@@ -9,8 +9,8 @@ from conftest import ROOT
 
 from llm_demo.core.errors import UserError
 from llm_demo.core.timer import MUTED
-from llm_demo.job.args import parse_steps
-from llm_demo.job.profiling import DEVICE_WORK, analyse, combine, page
+from llm_demo.flags.args import parse_steps
+from llm_demo.machine.profiling import DEVICE_WORK, analyse, combine, page
 
 BARRIER = "c10d::symmetric_memory::barrier_kernel(unsigned int**, int, int, int, unsigned long)"
 

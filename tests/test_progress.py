@@ -10,8 +10,8 @@ import time
 import pytest
 from conftest import ROOT
 
-from llm_demo.job import text as module
-from llm_demo.job.text import progress, watched
+from llm_demo.machine import text as module
+from llm_demo.machine.text import progress, watched
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ def test_work_that_ended_is_all_done(capsys):
 
 BAR = """
 import time
-from llm_demo.job import text
+from llm_demo.machine import text
 text.DELAY = 0.05
 for _ in text.progress(range(20), "counting", unit="rows"):
     time.sleep(0.02)

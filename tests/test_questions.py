@@ -18,7 +18,7 @@ from tiny_tokenizer import CHATML, make_tokenizer, packs_of
 
 from llm_demo.data.packs import prompts_of
 from llm_demo.data.questions import question_reader
-from llm_demo.job.source import set_variables
+from llm_demo.model.source import set_variables
 
 OWN_SYSTEM = (  # like Qwen 2.5, which puts one in where a conversation has none
     "{% if messages[0].role != 'system' %}{{ '<S>system\nBe kind.<E>\n' }}{% endif %}" + CHATML

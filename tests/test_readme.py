@@ -16,9 +16,9 @@ from llm_demo import chat, evaluate, export, fit
 from llm_demo.check import __main__ as check
 from llm_demo.core import attention
 from llm_demo.data import records
-from llm_demo.job import args
-from llm_demo.job import records as record_lines
-from llm_demo.job.args import ExpertArgs, SpreadArgs
+from llm_demo.flags import args
+from llm_demo.flags.args import ExpertArgs, SpreadArgs
+from llm_demo.run import records as record_lines
 from pp.flags import PipeArgs
 from zero.flags import ZeroArgs
 
@@ -40,8 +40,8 @@ SCRIPTS = {"fsdp": FsdpArgs, "pp": PipeArgs, "zero": ZeroArgs, "fsdp_pp": FsdpPi
 OTHERS = {kind: [SpreadArgs, ExpertArgs] for kind in ("fsdp", "fsdp_pp")}  # further groups of flags
 LAUNCHERS = {kind: f"{kind}/launch_{kind}.sh" for kind in SCRIPTS}
 OF_RUNS = [
-    (ROOT / f"llm_demo/job/{name}.py").read_text()
-    for name in ("folder", "log", "records", "run", "saver")
+    (ROOT / f"llm_demo/run/{name}.py").read_text()
+    for name in ("folder", "log", "records", "job", "saver")
 ]
 FILES_OF_A_RUN = {
     "config.json", "env.json", "cmd.sh", "train.log", "metrics.jsonl", "summary.json",
@@ -152,11 +152,11 @@ def test_every_variable_named_is_read_somewhere():
         *LAUNCHERS.values(),
         "launch_common.sh",
         "setup.sh",
-        "llm_demo/job/dist.py",
+        "llm_demo/machine/dist.py",
         "llm_demo/fit.py",
     ]
-    sources += ["llm_demo/data/packs.py", "llm_demo/job/device.py", "tests/conftest.py"]
-    sources += ["llm_demo/job/choices.py", "tests/test_real.py", "tests/test_amd.py"]
+    sources += ["llm_demo/data/packs.py", "llm_demo/machine/device.py", "tests/conftest.py"]
+    sources += ["llm_demo/run/choices.py", "tests/test_real.py", "tests/test_amd.py"]
     sources = [*map(ROOT.joinpath, sources)]
     sources += (ROOT / "llm_demo/launch").glob("*.py")
     sources.append(ROOT / "cluster/skypilot.yaml")
@@ -208,7 +208,7 @@ def test_every_module_of_the_benchmarks_is_named():
 
 def test_the_files_of_a_run_are_named():
     found = set(re.findall(r'"(\w+\.(?:jsonl?|sh|log))"', "".join(OF_RUNS)))
-    found |= set(re.findall(r'"(\w+\.json)"', (ROOT / "llm_demo/job/plan.py").read_text()))
+    found |= set(re.findall(r'"(\w+\.json)"', (ROOT / "llm_demo/run/plan.py").read_text()))
     of_a_model = {"generation_config.json"}
     assert FILES_OF_A_RUN - {"summary.json"} <= found
     assert found <= FILES_OF_A_RUN | FILES_OF_A_CHECKPOINT | of_a_model

@@ -11,8 +11,8 @@ from bench.table import line_of
 from llm_demo.core import timer as timing
 from llm_demo.core.mesh import World
 from llm_demo.core.timer import StepTimer, _Clock
-from llm_demo.job.args import parse_args
-from llm_demo.job.records import (
+from llm_demo.flags.args import parse_args
+from llm_demo.run.records import (
     TIMES,
     Records,
     beyond_terminal,
@@ -201,7 +201,7 @@ def test_a_step_that_waited_for_the_allocator_says_so_once(monkeypatch):
     """With what to do about it. The line and the table have what the card must hold."""
     totals = iter([7, 7, 7, 10, 14, 16])  # retries so far: 7 in loading, then after each step
     monkeypatch.setattr(timing, "memory_peaks", lambda device: (70.0, 77.1, next(totals)))
-    monkeypatch.setattr("llm_demo.job.records.less_memory", lambda args: "1. halve it")
+    monkeypatch.setattr("llm_demo.run.records.less_memory", lambda args: "1. halve it")
     timer, records, recorded, said = a_run(5)
     for step in range(1, 6):
         add(timer, records, step)

@@ -18,8 +18,8 @@ from conftest import ROOT, refused, run
 
 from llm_demo import report
 from llm_demo.core.errors import UserError
-from llm_demo.job import records
-from llm_demo.job.folder import step_parts
+from llm_demo.run import records
+from llm_demo.run.folder import step_parts
 
 BROWSERS = map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
 BROWSER = next(filter(None, BROWSERS), "")
@@ -448,7 +448,7 @@ def test_the_command(two, tmp_path):
 
 
 def test_the_keys_that_are_read_are_those_that_runs_write():
-    files = [("report", "job/folder"), ("job/records",)]
+    files = [("report", "run/folder"), ("run/records",)]
     texts = ["".join((ROOT / f"llm_demo/{f}.py").read_text() for f in names) for names in files]
     read, written = (set(re.findall(r'"((?:train|eval|perf|data)/\w+)"', text)) for text in texts)
     assert len(read) >= 10 and read <= written

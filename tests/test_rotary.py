@@ -20,7 +20,7 @@ from llm_demo.core.attention import make_documents, rotary_tables
 from llm_demo.core.decoder import Blocks, DecoderLoss, allocate, skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import position_ids
-from llm_demo.job.source import load_config
+from llm_demo.model.source import load_config
 from pp.ds_engine import BlockInputs
 
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

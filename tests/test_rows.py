@@ -27,9 +27,9 @@ from llm_demo.data import labels, sources
 from llm_demo.data import turns as reasons
 from llm_demo.data.build import choose_seq_len
 from llm_demo.data.sources import find_files, heldout_beside, read_rows
-from llm_demo.job.args import DataArgs
-from llm_demo.job.plan import load_data
-from llm_demo.job.source import load_tokenizer
+from llm_demo.flags.args import DataArgs
+from llm_demo.model.source import load_tokenizer
+from llm_demo.run.plan import load_data
 
 PAIR = {"prompt": "hi", "completion": "yo"}
 YO = "<S>user\nhi<E>\n<S>assistant\n⟦yo<E>⟧\n"
@@ -603,7 +603,7 @@ def test_no_script_of_a_dataset_is_run(tmp_path, hub, monkeypatch):
 
 def test_a_dataset_of_the_hub(tmp_path, hub, monkeypatch):
     monkeypatch.setenv("LLM_DEMO_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("llm_demo.job.plan.once_per_node", lambda world, build: build())
+    monkeypatch.setattr("llm_demo.run.plan.once_per_node", lambda world, build: build())
     keys = {"input_key": "question", "target_key": "answer", "train_json": "openai/gsm8k"}
 
     def load_both(said, **flags):
@@ -636,7 +636,7 @@ def test_a_dataset_of_the_hub(tmp_path, hub, monkeypatch):
 
 
 def test_a_file_that_is_trained_and_evaluated_on_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("llm_demo.job.plan.once_per_node", lambda world, build: build())
+    monkeypatch.setattr("llm_demo.run.plan.once_per_node", lambda world, build: build())
     path, said = write(tmp_path / "x.jsonl", PAIR), []
     for same in (path, f"{tmp_path}/./x.jsonl", shutil.copy(path, tmp_path / "copy.txt")):
         args = DataArgs(train_json=f"{tmp_path}/*.jsonl", eval_json=str(same))
@@ -713,7 +713,7 @@ def test_seq_len_holds_99_percent(tmp_path):
 
 
 def test_seq_len_of_a_plan(tmp_path, monkeypatch):
-    monkeypatch.setattr("llm_demo.job.plan.once_per_node", lambda world, build: build())
+    monkeypatch.setattr("llm_demo.run.plan.once_per_node", lambda world, build: build())
     write(tmp_path / "x.heldout.jsonl", {"text": "b" * 300})
     path, said = write(tmp_path / "x.jsonl", *[{"text": "a" * 140}] * 9), []
     args = DataArgs(train_json=path)

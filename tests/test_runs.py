@@ -36,10 +36,11 @@ from llm_demo.core.decoder import Blocks
 from llm_demo.core.errors import Stopped, UserError
 from llm_demo.core.mesh import World
 from llm_demo.core.optim import LossScale
-from llm_demo.job import checkpoint_files, files, log, records, saver
-from llm_demo.job import folder as run_folder
-from llm_demo.job import lock as run_lock
-from llm_demo.job.folder import environment
+from llm_demo.machine import files
+from llm_demo.run import checkpoint_files, log, records, saver
+from llm_demo.run import folder as run_folder
+from llm_demo.run import lock as run_lock
+from llm_demo.run.folder import environment
 
 WORLD = World(0, 1, 0, torch.device("cpu"))
 pytestmark = pytest.mark.usefixtures("alone")

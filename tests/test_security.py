@@ -28,11 +28,11 @@ from llm_demo import chat, evaluate, export, fit, report
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
 from llm_demo.export import find_base
-from llm_demo.job import checkpoint_files, saver
-from llm_demo.job.folder import choose_folder
-from llm_demo.job.model_folder import describe_model, find_source, load_model
-from llm_demo.job.source import find_model, load_config, load_tokenizer
-from llm_demo.job.weights_files import open_weights, weights_in
+from llm_demo.model.model_folder import describe_model, find_source, load_model
+from llm_demo.model.source import find_model, load_config, load_tokenizer
+from llm_demo.model.weights_files import open_weights, weights_in
+from llm_demo.run import checkpoint_files, saver
+from llm_demo.run.folder import choose_folder
 
 WORLD = World(0, 1, 0, torch.device("cpu"))
 pytestmark = pytest.mark.usefixtures("alone")

@@ -24,10 +24,10 @@ from llm_demo import estimate as memory
 from llm_demo.core.attention import LongRope
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import Part
-from llm_demo.job import choices
-from llm_demo.job.args import parse_args
-from llm_demo.job.choices import Compute
-from llm_demo.job.costs import Heads, share_of_heads
+from llm_demo.flags.args import parse_args
+from llm_demo.model.costs import Heads, share_of_heads
+from llm_demo.run import choices
+from llm_demo.run.choices import Compute
 
 MODELS = {**parity.MODELS, "qwen": moe.MODELS["qwen"], "deepseek": moe.MODELS["deepseek"]}
 # whose frequencies change after 24 tokens of a document

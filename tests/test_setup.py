@@ -97,8 +97,8 @@ def machine(tmp_path, bare_python, pip_once):
         (Machine.repo / name / "__init__.py").touch()
     for name in ("setup.sh", "requirements.txt", "constraints.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, Machine.repo)
-    (Machine.repo / "llm_demo/job").mkdir()
-    shutil.copy(ROOT / "llm_demo/job/rocm_builds.txt", Machine.repo / "llm_demo/job")
+    (Machine.repo / "llm_demo/machine").mkdir()
+    shutil.copy(ROOT / "llm_demo/machine/rocm_builds.txt", Machine.repo / "llm_demo/machine")
     (Machine.repo / "README.md").touch()
     machine = Machine()
     for name in ("nvidia-smi", "rocminfo"):

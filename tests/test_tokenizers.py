@@ -19,9 +19,9 @@ from tokenizers import (
 )
 from transformers import AutoConfig, AutoTokenizer
 
-from llm_demo.job.model_folder import describe, describe_model
-from llm_demo.job.plan import date_of
-from llm_demo.job.source import fix_date, load_tokenizer
+from llm_demo.model.model_folder import describe, describe_model
+from llm_demo.model.source import fix_date, load_tokenizer
+from llm_demo.run.plan import date_of
 
 TEXT = "In 2024 there were 14161 cats;  it's\n\n <e>hello <e> 650841823 <b>"
 CORPUS = [f"in {n} there were {n * n} cats, it's hello" for n in range(900, 2100)]
@@ -157,7 +157,7 @@ def test_a_run_that_is_resumed_keeps_its_date(train, tmp_path, monkeypatch):  # 
     flags = ["--chat_template", file, "--seq_len", 64]
     today = str(datetime.date.today())
     train("run", *flags, "--max_steps", 1)
-    monkeypatch.setattr("llm_demo.job.plan.date", Later)
+    monkeypatch.setattr("llm_demo.run.plan.date", Later)
     train("run", *flags, "--max_steps", 2, "--resume", "auto")
     train("new", *flags, "--max_steps", 1)
     for run, day in (("run", today), ("new", "2031-01-02")):

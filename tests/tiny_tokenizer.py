@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from llm_demo.data.packs import load_packs
-from llm_demo.job.args import DataArgs
+from llm_demo.flags.args import DataArgs
 
 SPECIAL = {"<B>": 257, "<S>": 258, "<E>": 259, "<P>": 260}  # bos, start of turn, end of turn, pad
 TWO_NEWLINES = 256

@@ -4,7 +4,7 @@ import torch
 
 from llm_demo.core.decoder import Blocks, DecoderLoss, Tail, materialise
 from llm_demo.core.errors import UserError
-from llm_demo.job.weights_files import Weights
+from llm_demo.model.weights_files import Weights
 from pp import deepspeed_base
 from pp.deepspeed_base import check_kinds, check_names, quiet
 from pp.ds_patches import patch_zero, reduce_when_whole

@@ -3,7 +3,7 @@
 import math
 
 from llm_demo.estimate import GB, KEPT, LOSS, NONE, PROCESS, Held, largest_unit
-from llm_demo.job.costs import (
+from llm_demo.model.costs import (
     MASTER_BYTES,
     MOMENT_BYTES,
     block_costs,

@@ -1,10 +1,10 @@
-"""Flags of train_zero.py beyond those in llm_demo/job/args.py. Imports nothing heavy."""
+"""Flags of train_zero.py beyond those in llm_demo/flags/args.py. Imports nothing heavy."""
 
 import dataclasses
 
-from llm_demo.job.args import refuse_with_deepspeed
-from llm_demo.job.files import ROOT
-from llm_demo.job.parsing import flag
+from llm_demo.flags.args import refuse_with_deepspeed
+from llm_demo.flags.parsing import flag
+from llm_demo.machine.files import ROOT
 
 
 @dataclasses.dataclass

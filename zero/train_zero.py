@@ -10,9 +10,9 @@ import functools
 import llm_demo  # noqa: F401  first: it catches what imports refuse
 
 # isort: split
-from llm_demo.job.args import less_memory, parse_args
-from llm_demo.job.inputs import look
-from llm_demo.job.process import early
+from llm_demo.flags.args import less_memory, parse_args
+from llm_demo.machine.process import early
+from llm_demo.run.inputs import look
 from zero.flags import GROUPS
 
 parse = functools.partial(parse_args, __doc__, *GROUPS)
@@ -27,13 +27,13 @@ from llm_demo.core.decoder import DecoderLoss, make_units, skeleton
 from llm_demo.core.loop import score_rows
 from llm_demo.core.optim import make_adamw, set_lr
 from llm_demo.core.rows import label_positions, micro_batches, to_device
-from llm_demo.job.choices import compiles_adamw
-from llm_demo.job.costs import param_count, unit_sizes
-from llm_demo.job.dist import run as run_script
-from llm_demo.job.dist import start
-from llm_demo.job.run import Job, refuse_experts, run
-from llm_demo.job.text import counted
-from llm_demo.job.weights_files import loading
+from llm_demo.machine.dist import run as run_script
+from llm_demo.machine.dist import start
+from llm_demo.machine.text import counted
+from llm_demo.model.costs import param_count, unit_sizes
+from llm_demo.model.weights_files import loading
+from llm_demo.run.choices import compiles_adamw
+from llm_demo.run.job import Job, refuse_experts, run
 
 
 def main() -> None:

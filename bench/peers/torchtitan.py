@@ -145,7 +145,7 @@ def _register() -> None:
     from torchtitan.protocols.train_spec import register_train_spec
 
     from llm_demo.core.mesh import World
-    from llm_demo.job.folder import environment
+    from llm_demo.run.folder import environment
 
     class Metrics(MetricsProcessor):
         """Also prints what our rows have and torchtitan's log lacks."""

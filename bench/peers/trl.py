@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 
-from llm_demo.job.costs import is_hybrid
-from llm_demo.job.delta import try_rule
-from llm_demo.job.files import ROOT
-from llm_demo.job.folder import WARMUP, environment
-from llm_demo.job.records import SETTLED
+from llm_demo.machine.files import ROOT
+from llm_demo.model.costs import is_hybrid
+from llm_demo.run.choose_delta import try_rule
+from llm_demo.run.folder import WARMUP, environment
+from llm_demo.run.records import SETTLED
 
 PACKAGES = "trl peft"
 ROW = "BENCH_TRL_ROW"  # the row to measure, as JSON

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from llm_demo.check import lines
 from llm_demo.check.lines import ERROR, OK, WARNING
 from llm_demo.check.processes import LIMIT, MODULE, P2P_OFF, Job, failure, finish, tool, try_groups
-from llm_demo.job.files import ROOT
-from llm_demo.job.parsing import PlainParser, local
-from llm_demo.job.process import command
-from llm_demo.job.text import words_of
+from llm_demo.flags.parsing import PlainParser, local
+from llm_demo.machine.files import ROOT
+from llm_demo.machine.process import command
+from llm_demo.machine.text import words_of
 
 
 def check(output_dir: str, tell: Callable, report=False, module=MODULE, limit=LIMIT):

@@ -18,10 +18,10 @@ from torch.utils.benchmark import Timer
 from llm_demo.check.lines import AT_LIMIT, OK, WARNING
 from llm_demo.check.processes import ROOT, probe_root, serve, tool
 from llm_demo.core.errors import UserError
-from llm_demo.job import device as hardware
-from llm_demo.job.device import DTYPES, this_device
-from llm_demo.job.dist import stay_on_loopback
-from llm_demo.job.text import words_of
+from llm_demo.machine import device as hardware
+from llm_demo.machine.device import DTYPES, this_device
+from llm_demo.machine.dist import stay_on_loopback
+from llm_demo.machine.text import words_of
 
 HEADS = [16, 8, 128, 128]  # of Qwen3-0.6B, as attention.Heads
 HIDDEN, WIDTHS, VOCABULARY = 1024, (3072, 151_936), 151_936  # the widths of two products
@@ -71,7 +71,7 @@ def _links(places: list[str]) -> list[list[str]]:
 def choices() -> dict:
     """ "lines": what a run would choose for dtype, attention and torch.compile, and why. Attention
     is tried on the GPU."""
-    from llm_demo.job.choices import choose_attention, choose_compile, probe_backend
+    from llm_demo.run.choices import choose_attention, choose_compile, probe_backend
 
     device, lines = this_device(), []
     dtype, reason = hardware.pick_dtype("auto", device)

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from llm_demo.check.processes import P2P_OFF, failure, probe_root
-from llm_demo.job.files import ROOT
+from llm_demo.machine.files import ROOT
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 AT_LIMIT = " (at its limit)"  # of a temperature
@@ -73,7 +73,7 @@ def torch_build(facts: dict, smi: str) -> tuple:
 
 def supported_amd() -> bool:
     """Whether the kernel lists an AMD GPU that one of PyTorch's ROCm builds has code for."""
-    archs = (ROOT / "llm_demo/job/rocm_builds.txt").read_text("utf-8").split()
+    archs = (ROOT / "llm_demo/machine/rocm_builds.txt").read_text("utf-8").split()
     for file in (probe_root() / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"):
         words = file.read_text("utf-8").split()
         code = int(dict(zip(words[::2], words[1::2], strict=False)).get("gfx_target_version", 0))

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from llm_demo.job.files import ROOT
-from llm_demo.job.process import LIBC, PARENT
-from llm_demo.job.text import words_of
+from llm_demo.machine.files import ROOT
+from llm_demo.machine.process import LIBC, PARENT
+from llm_demo.machine.text import words_of
 
 MODULE = "llm_demo.check.experiments"
 LIMIT, GRACE, TOTAL = 20, 3, 40  # seconds without progress; so after a failure; for all attempts

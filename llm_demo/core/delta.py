@@ -75,5 +75,5 @@ def chunked(q, k, v, g, beta, documents) -> torch.Tensor:
     return documents.by_bucket(lambda *rows: rule(*rows)[0], q, k, v, g, beta)
 
 
-# name -> a function like `chunked`; llm_demo/job/delta.py adds kernels of flash-linear-attention
+# name -> a function like `chunked`; run/choose_delta.py adds kernels of flash-linear-attention
 RULES = {"chunked": chunked}

@@ -24,8 +24,8 @@ from llm_demo.data.labels import Codec, arguments_as_text, encode
 from llm_demo.data.records import ARGUMENTS, EMPTY, REAL, TOOLS, RowFormat, keys_of, open_rows
 from llm_demo.data.sources import hub_parts, place_of, read_rows
 from llm_demo.data.turns import REMARKS, Record, Sample, assistant
-from llm_demo.job.cache import verified
-from llm_demo.job.text import counted, progress
+from llm_demo.machine.cache import verified
+from llm_demo.machine.text import counted, progress
 
 ROWS_AT_A_TIME = 1000  # rows tokenised in one call
 # default seq_len: fits SHARE of the documents, a multiple of STEP, at most LONGEST_DEFAULT

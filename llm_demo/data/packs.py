@@ -16,9 +16,9 @@ from llm_demo.core.rows import IGNORE_INDEX, Packs
 from llm_demo.data.build import LONGEST_DEFAULT, read, write_documents
 from llm_demo.data.labels import Codec
 from llm_demo.data.sources import content_of, find_files, place_of, suffix_of
-from llm_demo.job.cache import build
-from llm_demo.job.files import cache_folder
-from llm_demo.job.text import counted, progress
+from llm_demo.machine.cache import build
+from llm_demo.machine.files import cache_folder
+from llm_demo.machine.text import counted, progress
 
 FORMAT = 10  # of a pack; increase it when the same files are read, labelled or stored differently
 SPLIT_SEED = 0  # not --seed, so that runs with other seeds have the same held-out documents

@@ -13,8 +13,8 @@ from llm_demo.core.errors import UserError
 from llm_demo.data.bad_rows import Bad, BadRows, Misread, reason_of
 from llm_demo.data.marks import MARKS, MASK, may_exclude, reads
 from llm_demo.data.turns import Record, assistant
-from llm_demo.job.files import DECODER
-from llm_demo.job.parsing import template_variables
+from llm_demo.flags.parsing import template_variables
+from llm_demo.machine.files import DECODER
 
 # Keys of tokenised rows, each a list of 0 and 1: which tokens are real, which are learnt.
 REAL = "attention_mask"

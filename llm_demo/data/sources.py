@@ -23,8 +23,8 @@ from tqdm.utils import CallbackIOWrapper
 
 from llm_demo.core.errors import UserError
 from llm_demo.data.bad_rows import Bad
-from llm_demo.job.files import DECODER, LFS, digest
-from llm_demo.job.text import counted, words_of
+from llm_demo.machine.files import DECODER, LFS, digest
+from llm_demo.machine.text import counted, words_of
 
 # searched for in a folder
 FILES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")

@@ -25,8 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llm_demo.core.errors import UserError
-from llm_demo.job.inputs import look
-from llm_demo.job.process import (
+from llm_demo.launch import nodes
+from llm_demo.launch.settings import check_flags, flags_of, with_rows_of_two, without_effect
+from llm_demo.machine.process import (
     command,
     minutes,
     number,
@@ -36,9 +37,8 @@ from llm_demo.job.process import (
     stop_signals,
     usable_cores,
 )
-from llm_demo.job.text import counted
-from llm_demo.launch import nodes
-from llm_demo.launch.settings import check_flags, flags_of, with_rows_of_two, without_effect
+from llm_demo.machine.text import counted
+from llm_demo.run.inputs import look
 
 LOOPBACK = "127.0.0.1"
 PER_CORE = 32  # processes for each CPU core: more than anyone tries, few enough to start
@@ -92,7 +92,9 @@ def this_node() -> Node:
 def processes_here() -> int:
     """The number of ranks of this node. Hides GPUs that training doesn't use, and says so. Raises
     UserError if NPROC_PER_NODE is too large."""
-    from llm_demo.job import device  # imports torch, which takes seconds: after all other refusals
+    from llm_demo.machine import (
+        device,  # imports torch, which takes seconds: after all other refusals
+    )
 
     kept, others, hide = device.cards()
     if hide:

@@ -21,7 +21,7 @@ from importlib import metadata
 from pathlib import Path
 
 from llm_demo.core.errors import UserError
-from llm_demo.job.files import ROOT
+from llm_demo.machine.files import ROOT
 
 STARTED = time.monotonic()
 NOTICE = 3  # seconds before a node prints that it is waiting

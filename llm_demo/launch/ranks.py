@@ -25,9 +25,9 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from llm_demo.core.errors import UserError
-from llm_demo.job.process import PARENT, number, stop_signals
-from llm_demo.job.text import STOPPED
 from llm_demo.launch.nodes import listen
+from llm_demo.machine.process import PARENT, number, stop_signals
+from llm_demo.machine.text import STOPPED
 
 GRACE = 3  # seconds from SIGTERM to SIGKILL for the remaining ranks after one has failed
 

@@ -13,9 +13,9 @@ import math
 import re
 from pathlib import Path
 
-from llm_demo.job.args import SHARED, parse_args
-from llm_demo.job.parsing import env_of, groups_of, own_fields, scripts_with, shown
-from llm_demo.job.text import counted
+from llm_demo.flags.args import SHARED, parse_args
+from llm_demo.flags.parsing import env_of, groups_of, own_fields, scripts_with, shown
+from llm_demo.machine.text import counted
 
 # For the bundled model and data: these settings replace empty ones that the environment lacks.
 BUNDLED = {"MODEL": "models/qwen3-tiny", "TRAIN_JSON": "data/first_run.jsonl"}

@@ -1,0 +1,1 @@
+"""Flags of the training scripts: declared once, parsed, checked."""

@@ -1,0 +1,327 @@
+"""Flags from the fields of dataclasses, by argparse; also what the commands share of parsing.
+
+Nothing heavy is imported, so that a launcher can check all flags before torch is imported.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import functools
+import importlib.util
+import math
+import os
+import re
+import sys
+import textwrap
+import typing
+from pathlib import Path
+
+from llm_demo.core.errors import UserError
+from llm_demo.machine.files import DECODER, ROOT
+
+# What rendering a conversation sets itself: parameters of transformers' apply_chat_template.
+NOT_VARIABLES = set(
+    "self kwargs messages conversation tools documents chat_template add_generation_prompt "
+    "continue_final_message tokenize sanitize_control_tokens padding truncation max_length "
+    "return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
+)
+# upper bounds of numbers without at_most: of whole numbers, and of others
+MAX_INT, MAX_REAL = 2**31 - 1, 10**9
+TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
+OF_OTHER_TRAINERS = {  # our flag: their names of it, unless they are spelt alike
+    "micro_batch_size": ("batch_size", "train_batch_size"),
+    "lr": ("learning_rate",),
+    "seq_len": ("max_length",),
+    "train_json": ("data", "dataset", "train_file"),
+    "eval_json": ("eval_file",),
+    "eval_every": ("eval_steps",),
+    "log_every": ("logging_steps",),
+    "save_every": ("save_steps",),
+    "resume": ("resume_from_checkpoint",),
+}
+HOW = """\
+--save means --save true and --no_save means --save false; all booleans work like this. A launcher
+also reads environment variables with a flag's name in capitals, and MODEL; see docs/flags.md."""
+
+
+def flag(
+    default, help: str, *, positive=False, at_least=0, at_most=None, env=None, path=False,
+    form=None, saves_memory="", gone=None, alone=None,
+):  # fmt: skip
+    """A dataclass field that is a flag.
+
+    Args:
+        positive, at_least, at_most: bounds of a number.
+        form: (a regular expression that the text matches as a whole, what it must be in words).
+        env: the environment variable that sets it, "" for none; default: its name in capitals.
+        path: it names files or folders, separated by commas, in which ~ is the home folder.
+        saves_memory: the value to suggest after running out of GPU memory, then a remark, if any.
+        alone: what the flag means without a value.
+        gone: {a choice that earlier versions had: what to use instead}.
+    """
+    return dataclasses.field(default=default, metadata=locals())  # all arguments, by name
+
+
+def kind_of(field: dataclasses.Field) -> type:
+    """bool, int, float or str."""
+    first = next(iter(typing.get_args(field.type)), field.type)  # of X | None, or a choice
+    return first if isinstance(first, type) else str
+
+
+def choices_of(field: dataclasses.Field) -> tuple[str, ...]:
+    literal = typing.get_origin(field.type) is typing.Literal
+    return typing.get_args(field.type) if literal else ()
+
+
+def choices(group: type, name: str) -> tuple[str, ...]:
+    """The values that a flag of this dataclass can take."""
+    return choices_of(next(f for f in dataclasses.fields(group) if f.name == name))
+
+
+def env_of(field: dataclasses.Field) -> str:
+    """The environment variable that sets a flag through a launcher; "" if there is none."""
+    env = field.metadata["env"]
+    return field.name.upper() if env is None else env
+
+
+def value_of(field: dataclasses.Field, text: str):
+    """What `text` means as the value of a flag. Raises UserError if it is not allowed."""
+    kind, rules, given = kind_of(field), field.metadata, f"--{field.name} {text[:80]}"
+    path = rules["path"]
+    if kind is bool:
+        if text.lower() not in TRUE + FALSE:
+            raise UserError(f"{given}: must be true or false")
+        return text.lower() in TRUE
+    try:
+        value = kind(text)
+    except ValueError:
+        what = "a whole number" if kind is int else "a number"
+        raise UserError(f"{given}: must be {what}") from None
+    if kind is not str and (bound := bound_broken(rules, value)):
+        raise UserError(f"{given}: must {bound}")
+    if rules["form"] and not re.fullmatch(rules["form"][0], text, re.ASCII):
+        raise UserError(f"{given}: must be {rules['form'][1]}")
+    if rules["gone"] and value in rules["gone"]:
+        raise UserError(f"{given} has been removed: use {rules['gone'][value]}")
+    if (allowed := choices_of(field)) and value not in allowed:
+        raise UserError(f"{given}: choose from {', '.join(allowed)}")
+    return ",".join(local(part, f"--{field.name} ") for part in text.split(",")) if path else value
+
+
+def bound_broken(rules: typing.Mapping, value: int | float) -> str:
+    """What a number must be and is not; "" if there is nothing."""
+    least, most = rules["at_least"], rules["at_most"]
+    if most is None:
+        most = MAX_INT if isinstance(value, int) else MAX_REAL
+    if not abs(value) < math.inf:
+        return "be a finite number"
+    if rules["positive"] and value <= 0:
+        return "be positive"
+    if value < least:
+        return f"be at least {least}" if least else "not be negative"
+    return f"be at most {most:,}" if value > most else ""
+
+
+class PlainParser(argparse.ArgumentParser):
+    def parse_known_args(self, args=None, namespace=None):
+        for word in sys.argv[1:] if args is None else args:
+            refuse_other_text(word)
+            if re.fullmatch("--?[^=]+=--", word):  # argparse before 3.13 drops this value
+                raise UserError(f"{word}: -- is no value: set one behind =")
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message):  # argparse would print its usage first, which is long
+        raise UserError(f"{message} (see --help)")
+
+
+def refuse_other_text(word: str) -> None:
+    """Raise UserError for a word of the command line that is not UTF-8, or that Python has read
+    as something else: tokenizers and safetensors open only paths that are UTF-8."""
+    encoding = sys.getfilesystemencoding()
+    try:
+        os.fsencode(word).decode("utf-8")
+    except UnicodeError:
+        raise UserError(f"{ascii(word)[:80]} is not UTF-8: give it another name") from None
+    if not word.isascii() and encoding != "utf-8":
+        raise UserError(
+            f"{ascii(word)[:80]}: Python reads names in this locale as {encoding}, not UTF-8: set "
+            "PYTHONUTF8=1"
+        )
+
+
+class FlagHelp(argparse.RawDescriptionHelpFormatter):
+    """Names each flag once, without the other spelling and the placeholder that argparse adds."""
+
+    def _format_action(self, action):
+        name = f"--[no_]{action.dest}" if action.const is True else f"--{action.dest}"
+        text, indent = f"  {name:<18}  {self._expand_help(action)}", " " * 22
+        return f"{textwrap.fill(text, 100, subsequent_indent=indent)}\n"
+
+
+def parser_of(description: str, groups: list[type], values: dict) -> PlainParser:
+    """A parser of the flags in dataclasses. A boolean flag is --x, --x true, --no_x or --x false;
+    dashes may replace underscores. values: those that --help shows beside defaults."""
+    parser = PlainParser(
+        description=description, epilog=HOW, usage=argparse.SUPPRESS, formatter_class=FlagHelp,
+        add_help=False, allow_abbrev=False,
+    )  # fmt: skip
+    hidden = {"help": argparse.SUPPRESS}
+    parser.add_argument("-h", "--help", action="store_true", **hidden)
+    for group in groups:
+        section = parser.add_argument_group(group.__doc__)
+        for field in dataclasses.fields(group):
+            name, default = field.name, field.default
+            text = f"{field.metadata['help']} {remarks(field, values.get(name, default))}"
+            boolean = kind_of(field) is bool
+            alone = True if boolean else field.metadata["alone"]
+            optional = {"nargs": "?", "const": alone} if alone else {}
+            section.add_argument(
+                *spellings(name), type=functools.partial(value_of, field), default=default,
+                help=text.replace("%", "%%"), **optional,
+            )  # fmt: skip
+            if boolean:
+                off = {"action": "store_false", "dest": name, "default": default}
+                section.add_argument(*spellings(f"no_{name}"), **off, **hidden)
+    for dtype in ("bf16", "fp16"):
+        parser.add_argument(f"--{dtype}", action="store_const", const=dtype, dest="dtype", **hidden)
+    return parser
+
+
+def spellings(name: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")))
+
+
+def remarks(field: dataclasses.Field, value) -> str:
+    """The choices, the default, and the value if it is another one."""
+    parts = [" | ".join(choices_of(field))]
+    if field.default not in (None, ""):
+        parts.append(f"default: {shown(field.default)}")
+    if value != field.default:
+        parts.append(f"here: {shown(value)}")
+    return f"[{'; '.join(filter(None, parts))}]" if any(parts) else ""
+
+
+def shown(value) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value).removeprefix(f"{ROOT}/")
+
+
+def refuse_unknown(word: str, parser: PlainParser) -> typing.NoReturn:
+    """Raise UserError for a word of the command line that is no flag, with the flag that is
+    probably meant: the same in other trainers, the first that begins with these words, one spelt
+    much like it, or one that is its first words."""
+    name = word.split("=")[0].lstrip("-").replace("-", "_")
+    if scripts := scripts_with(name):
+        raise UserError(f"{word}: only for {' and '.join(scripts)}")
+    known = [option[2:] for action in parser._actions for option in action.option_strings]
+    theirs = {old: ours for ours, names in OF_OTHER_TRAINERS.items() for old in names}
+    near = [name] if name in theirs else []
+    near += [option for option in known if option.startswith(f"{name}_")]
+    near += difflib.get_close_matches(name, [*known, *theirs], 1)
+    near += [option for option in known if name.startswith(f"{option}_")]
+    meant = near and word.startswith("--")
+    hint = f"did you mean --{theirs.get(near[0], near[0])}?" if meant else "see --help"
+    raise UserError(f"unknown argument {word}; {hint}")
+
+
+def groups_of(folder: Path) -> tuple[type, ...]:
+    """GROUPS in the flags.py of a script's folder: the dataclasses of its own flags. The script
+    itself is not imported, because that takes seconds."""
+    spec = importlib.util.spec_from_file_location(f"{folder.name}_flags", folder / "flags.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.GROUPS
+
+
+def own_fields() -> dict[str, list[dataclasses.Field]]:
+    """The flags of each script's own, by its folder, as in "fsdp/"."""
+    folders = [file.parent for file in sorted(ROOT.glob("*/flags.py"))]
+    return {
+        f"{folder.name}/": [f for group in groups_of(folder) for f in dataclasses.fields(group)]
+        for folder in folders
+    }
+
+
+def scripts_with(name: str) -> list[str]:
+    """The folders of the scripts with a flag of their own of this name."""
+    return [folder for folder, fields in own_fields().items() if name in {f.name for f in fields}]
+
+
+# ---------------------------------------------------------------- types for argparse
+
+
+def whole(at_least: int = 0, at_most: int = MAX_INT):
+    """A whole number between these."""
+
+    def parse(text: str) -> int:
+        value = int(text) if re.fullmatch(r"\d{1,10}", text, re.ASCII) else -1
+        if not at_least <= value <= at_most:
+            message = f"{text[:80]}: must be a whole number from {at_least} to {at_most:,}"
+            raise argparse.ArgumentTypeError(message)
+        return value
+
+    return parse
+
+
+def real(at_most: float = MAX_REAL):
+    """A number above 0, at most this."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = 0.0
+        if not 0 < value <= at_most:
+            message = f"{text[:80]}: must be a number above 0, at most {at_most:,.0f}"
+            raise argparse.ArgumentTypeError(message)
+        return value
+
+    return parse
+
+
+def size(text: str) -> str:
+    """A number of bytes with its unit."""
+    if not re.fullmatch(r"(?=.*[1-9])\d{1,6}(\.\d{1,6})? ?[KMGT]B", text, re.I | re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text[:80]}: must be a size such as 500MB or 5GB")
+    return text
+
+
+def local(text: str, flag: str = "") -> str:
+    """A path, in which ~ is the home folder. Raises UserError for an address such as gs://x, which
+    would otherwise be a folder named "gs:". flag: what it is the value of, with a space."""
+    if scheme := re.match(r"\s*(\w[\w+.-]*:/)/", text):
+        raise UserError(
+            f"{flag}{text[:80]}: {scheme[1]}/ is not supported: name a path on this machine, such "
+            "as a mounted folder; models and datasets on the hub are named by id, as in you/name"
+        )
+    # a command that gets it from us would take -x for a flag
+    return f"./{text}" if text.startswith("-") else os.path.expanduser(text)
+
+
+def path_of(text: str) -> Path:
+    """A path, in which ~ is the home folder. Raises UserError for an address."""
+    return Path(local(text))
+
+
+def regex(text: str) -> str:
+    """A regular expression."""
+    try:
+        re.compile(text)
+    except re.error as e:
+        raise argparse.ArgumentTypeError(f"{text}: not a regular expression ({e})") from None
+    return text
+
+
+def template_variables(value, where: str) -> dict:
+    """Variables for a chat template, from a JSON object or its text; {} if there are none. null is
+    the same as no key. where: the flag or key that holds them. Raises UserError."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = DECODER.decode(value)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{where} {value[:80]}: no JSON object: {error}") from None
+    if not isinstance(value or {}, dict):
+        raise UserError(f'{where} must be a JSON object, such as {{"enable_thinking": false}}')
+    for name in value or {}:
+        if not name.isidentifier() or name in NOT_VARIABLES or name.endswith("_token"):
+            raise UserError(f"{where}: {name[:80]!r} is no variable that can be set here")
+    return {name: content for name, content in (value or {}).items() if content is not None}

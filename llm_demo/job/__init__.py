@@ -1,1 +1,0 @@
-"""What surrounds the numbers of a run: flags, decisions, machine, log, records, checkpoints."""

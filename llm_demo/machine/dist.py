@@ -1,0 +1,246 @@
+"""Start and end torch.distributed, and run code on some or all ranks."""
+
+import contextlib
+import gc
+import os
+import re
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from llm_demo.core.errors import Stopped, UserError
+from llm_demo.core.mesh import World
+from llm_demo.machine import process
+from llm_demo.machine.device import drawn_on, refuse_gpus
+from llm_demo.machine.files import disk_full
+from llm_demo.machine.text import STOPPED, counted
+
+
+def timeout() -> timedelta:
+    """How long a rank waits for the others in one operation. Raises UserError for a bad setting."""
+    return timedelta(minutes=process.minutes("DIST_TIMEOUT_MINUTES", 30))
+
+
+def stay_on_loopback() -> None:
+    """Let gloo and NCCL use the loopback interface alone, if the user has named none. For process
+    groups on one node: gloo listens on the interface with the host's name, NCCL on the first."""
+    names = {name for _, name in socket.if_nameindex()}
+    for loopback in names & {"lo", "lo0"}:
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback)
+
+
+def start() -> World:
+    """Join the process group described by the launcher's environment (world size 1 without one).
+
+    NCCL (RCCL on AMD) with GPUs, gloo without. LOCAL_RANK only picks the GPU. On one node, nothing
+    listens on other interfaces than loopback. Raises UserError for an environment that describes no
+    group, and for GPUs that PyTorch has no code for or that are of two kinds."""
+    process.refuse_few_files()
+    env = os.environ
+    size = process.number("WORLD_SIZE", 1, at_least=1)
+    rank, local_rank = process.number("RANK", 0, at_most=size - 1), process.number("LOCAL_RANK", 0)
+    local_size = process.number("LOCAL_WORLD_SIZE", 1, at_least=1)
+    process.number("MASTER_PORT", 0, at_most=65535)
+    env.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(local_rank))
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if size > 1 and not env.get(name):
+            raise UserError(f"WORLD_SIZE={size} needs {name}: start it by its launcher")
+    if size == local_size:
+        stay_on_loopback()
+    store = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if size == 1 else {}
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            gpus = counted(torch.cuda.device_count(), "GPU")
+            raise UserError(
+                f"rank {rank} needs GPU {local_rank}, but PyTorch sees only {gpus}: lower "
+                "NPROC_PER_NODE or check CUDA_VISIBLE_DEVICES"
+            )
+        refuse_gpus(range(min(local_size, torch.cuda.device_count())))
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        # gloo as well as NCCL: objects and barriers before step 1 need no GPU.
+        backend, options = "cpu:gloo,cuda:nccl", {"device_id": device}
+    else:
+        device = torch.device("cpu")
+        backend, options = "gloo", {}
+    try:
+        dist.init_process_group(backend, timeout=timeout(), **options, **store)
+        if size > 1 and device.type == "cuda":
+            # NCCL connects the ranks in the first sum. It must not find the card filled by PyTorch.
+            dist.all_reduce(torch.zeros((), device=device, dtype=torch.float64))
+    except Exception as e:
+        if reason := process.fault_of_environment(e):
+            raise UserError(reason) from e
+        raise
+    world = World(rank, size, local_rank, device)
+    same_on_all_nodes(world, {"the GPU": drawn_on()})  # refuse_gpus has seen this node's
+    return world
+
+
+def _patient_group():
+    """All ranks, for work that may take longer than DIST_TIMEOUT_MINUTES, up to a day."""
+    return dist.new_group(backend="gloo", timeout=timedelta(days=1))
+
+
+def _outcome(make: Callable) -> tuple:
+    """(what make() returns, None), or (None, what its UserError says)."""
+    try:
+        with process.refuse_unusable_paths():
+            return make(), None
+    except UserError as e:
+        return None, str(e)
+
+
+def once_per_node(world: World, build: Callable):
+    """Run `build` on the first process of each node, then on the others (which find its files). It
+    may take longer than DIST_TIMEOUT_MINUTES.
+
+    A UserError on one process is raised on all of them, so that none waits for a dead one."""
+    result, group = None, _patient_group()
+    for turn in (world.local_rank == 0, world.local_rank != 0):
+        error, errors = None, [None] * world.size
+        if turn:
+            result, error = _outcome(build)
+        dist.all_gather_object(errors, error, group=group)
+        if first := next(filter(None, errors), None):
+            raise UserError(first)
+    return result
+
+
+def from_rank0(world: World, make: Callable, long: bool = False):
+    """Return rank 0's `make()` on every rank. A UserError on rank 0 is raised on every rank.
+
+    long: make() may take longer than DIST_TIMEOUT_MINUTES; the other ranks wait for up to a day."""
+    group = _patient_group() if long and world.size > 1 else None
+    box = [*_outcome(make)] if world.rank == 0 else [None, None]
+    if world.size > 1:  # else perhaps without a process group
+        dist.broadcast_object_list(box, group=group)
+    result, error = box
+    if error:
+        raise UserError(error)
+    return result
+
+
+def on_all_ranks(act, world: World, group=None) -> list:
+    """The results of act() on all ranks. An error on one rank raises OSError on all."""
+    mine = error = None
+    try:
+        mine = act()
+    except Exception as e:
+        error = disk_full(e) or str(e).strip() or repr(e)
+    ranks = [(mine, error)] * world.size
+    if world.size > 1:
+        dist.all_gather_object(ranks, (mine, error), group=group)
+    if errors := [e for _, e in ranks if e]:
+        raise OSError(errors[0])
+    return [result for result, _ in ranks]
+
+
+def same_on_all_nodes(world: World, facts: dict) -> None:
+    """Raise UserError on every rank if one of the facts differs between nodes."""
+    everyone = [None] * world.size
+    if world.size > world.local_size:
+        dist.all_gather_object(everyone, facts)
+    first = everyone[0] or {}
+    for rank, others in enumerate(everyone):
+        for name in first if others != first else ():
+            if others.get(name) != first[name]:
+                raise UserError(
+                    f"{name} is {first[name]} on rank 0, but {others.get(name)} on rank {rank}: "
+                    "start all nodes with the same GPUs, flags, data and model"
+                )
+
+
+def timed_out(error: BaseException) -> bool:
+    """Whether an operation failed because another rank did not join it in time."""
+    return re.search(r"Timed out waiting \d+ms|[Ww]ait timeout after \d+ms", str(error)) is not None
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether an operation failed because another rank has ended or did not join it in time."""
+    ended = any(f"onnection {end} by peer" in str(error) for end in ("closed", "reset"))
+    return ended or timed_out(error)
+
+
+def run(
+    main: Callable[[], None], parse: Callable | None = None, advice: Callable | None = None
+) -> None:
+    """Call main(). End with one line for bad input, with a traceback for a bug, never with a hang.
+
+    parse() returns the flags again, to locate a full disk; advice(flags): help for a full GPU."""
+    code = 0
+    gc.freeze()  # no collection goes through what is imported, and the process ends faster
+    process.outlive_terminal()
+    process.raise_on_ctrl_c()
+    try:
+        with process.refuse_unusable_paths():
+            main()
+        if dist.is_initialized():
+            # Without the barrier, a fast rank's exit looks like a crash to a slow one. Without the
+            # destroy, about one gloo run in twenty ends in abort().
+            dist.barrier()
+            dist.destroy_process_group()
+    except Stopped as e:
+        code = STOPPED
+        if dist.get_rank() == 0:
+            print(e, file=sys.stderr)
+        dist.barrier()
+    except (Exception, KeyboardInterrupt) as e:
+        code, line, later = verdict(e, parse, advice)
+        if later:
+            process.let_others_speak()
+        if line:
+            print(f"error: {line}", file=sys.stderr)
+        else:
+            traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:  # threads of a broken process group would block a normal exit
+        os._exit(code)
+
+
+def parse_again(parse: Callable | None):
+    """The flags, None if they can't be had: it may be they that have raised the error."""
+    with contextlib.suppress(Exception):
+        return parse and parse()
+
+
+def verdict(
+    error: BaseException, parse: Callable | None, advice: Callable | None
+) -> tuple[int, str, bool]:
+    """(exit code, the line that explains it or "" for a bug, whether another rank is likely to have
+    a better one, so that this rank waits). parse, advice: as for run."""
+    rank = os.environ.get("RANK", "0")
+    if isinstance(error, UserError):
+        return 2, str(error), rank != "0"  # rank 0 usually has the same error
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "stopped by SIGINT", False
+    full = isinstance(error, dist.DistBackendError) and "out of memory" in str(error)  # in NCCL
+    if full or isinstance(error, torch.OutOfMemoryError):
+        cause = str(error).splitlines()[-1] if full else str(error).split(". ")[0]
+        flags = parse_again(parse)
+        steps = advice(flags) if advice and flags else ""
+        hint = f"; what helps, in this order: {steps}" if steps else ""
+        return 1, f"rank {rank} is out of GPU memory ({cause}){hint}", False
+    if timed_out(error):
+        waited = f"rank {rank} waited {timeout() / timedelta(minutes=1):g} minutes for another rank"
+        why = "which hangs or needs longer; DIST_TIMEOUT_MINUTES sets this limit"
+        return 1, f"{waited}, {why}", False
+    if lost_peer(error):  # which prints the reason, and the launcher ends this rank
+        return 1, f"rank {rank} lost the connection to another rank: see that rank's error", True
+    if isinstance(error, dist.DistNetworkError) and not dist.is_initialized():
+        return 1, f"rank {rank} can't meet the other ranks: {str(error).splitlines()[0]}", False
+    if "Too many open files" in str(error):
+        return 1, f"rank {rank}: Too many open files: raise the limit of ulimit -n", False
+    flags = parse_again(parse)
+    if reason := disk_full(error, output_dir=flags and flags.output_dir):
+        return 1, f"rank {rank}: {reason}", False
+    if reason := process.fault_of_environment(error):
+        return 2, reason, rank != "0"
+    return 1, "", False

@@ -1,0 +1,261 @@
+"""Profile a few steps: the ground truth for communication, and a page to read.
+
+Communication is identified by kernel names, not by streams: on AMD, stream numbers have been wrong.
+(Streams also count where NVIDIA's copy engines carry it.) On a CPU, gloo's operations replace
+kernels."""
+
+import gzip
+import itertools
+import json
+import math
+import re
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from llm_demo.core.mesh import World
+from llm_demo.core.timer import AWAIT, MUTED, union
+from llm_demo.machine.files import write_text
+
+# of copy_engines.py: what an operation ends with, and all that it consists of
+BARRIER = re.compile(r"symmetric_memory::(?:barrier|put_signal)", re.I)
+BY_ENGINES = re.compile(rf"memcpy ptop|{BARRIER.pattern}", re.I)
+COMMUNICATES = re.compile(rf"nccl|rccl|^gloo:|{AWAIT}|{BY_ENGINES.pattern}", re.I)
+# one RCCL kernel serves all collectives; the event's arguments name the collective
+KIND = re.compile(
+    r"(all_?reduce|all_?gather|reduce_?scatter|broadcast|send_?recv|send|recv|reduce|all_?to_?all"
+    rf"|ptop|barrier|put_signal|{AWAIT})",
+    re.I,
+)
+LAUNCH_GAP = 10  # microseconds from a launch, or the previous kernel, to a kernel's start
+DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+HOST_CALLS = ("cuda_runtime", "cuda_driver")
+SIZES = {"Float": 4, "BFloat16": 2, "Half": 2, "Double": 8, "Long": 8, "Int": 4, "Byte": 1}
+
+
+class StepProfiler:
+    """Profiles steps a to b of a run; every rank calls."""
+
+    def __init__(self, steps: tuple[int, int], world: World):
+        self.first, self.last, self.world = *steps, world
+        self.profile = None
+
+    def start(self) -> None:
+        torch.get_device_module(self.world.device).synchronize()
+        with warnings.catch_warnings():  # before PyTorch 2.13; there is no second cycle
+            warnings.filterwarnings("ignore", message=".*Profiler clears events")
+            self.profile = torch.profiler.profile()
+            self.profile.start()
+
+    def stop(self, folder: Path) -> dict:
+        """Write trace_rank*.json.gz and profile.txt to `folder`; returns all ranks' figures."""
+        torch.get_device_module(self.world.device).synchronize()
+        self.profile.stop()
+        folder.mkdir(parents=True, exist_ok=True)  # on other nodes too
+        path = folder / f"trace_rank{self.world.rank}.json"
+        self.profile.export_chrome_trace(str(path))
+        text = path.read_bytes()
+        trace = json.loads(text)
+        Path(f"{path}.gz").write_bytes(gzip.compress(text, compresslevel=3))
+        path.unlink()
+        self.profile = None
+        n = self.last - self.first + 1
+        ranks = [None] * self.world.size
+        dist.all_gather_object(ranks, analyse(trace, n))
+        figures = combine(ranks)
+        if self.world.rank == 0:
+            title = f"steps {self.first} to {self.last}, figures of one step"
+            write_text(folder / "profile.txt", page(title, figures))
+        return figures
+
+
+def analyse(trace: dict, steps: int) -> dict:
+    """Figures of one rank's trace of `steps` steps, in ms of one step: total, compute, comm (busy),
+    exposed (comm while no kernel ran though one was launched), idle (the rest of total, including
+    communication that delayed nothing), host (idle while waiting for the host); operations {key:
+    (start, end)} of all steps, in microseconds; kernels {name: (ms, count)}, kinds {kind: (ms,
+    count, bytes)} of one step."""
+    events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
+    work, on_cpu = work_of(events)
+    comm = [e for e in work if COMMUNICATES.search(e["name"])]
+    kernels = [e for e in work if not COMMUNICATES.search(e["name"])]
+    begin = min((e["ts"] for e in work), default=0)
+    total = max(map(end_of, work), default=0) - begin
+    copied = copies(comm)
+    spans, under_way = list(map(span_of, kernels)), [*map(span_of, comm), *sum(copied, [])]
+    busy, for_host = union(under_way), []
+    if on_cpu:  # an operation blocks everything else
+        compute, exposed = union(spans + list(map(span_of, comm))) - busy, busy
+    else:
+        compute, for_host = union(spans), waits_for_host(kernels, events, begin)
+        running = bridged(sorted(for_host + spans))
+        exposed = union(running + under_way) - union(running)
+    times = {
+        "total": total, "compute": compute, "comm": busy, "exposed": exposed,
+        "idle": total - compute - exposed, "host": union(for_host),
+    }  # fmt: skip
+    operations, kinds = operations_of(comm, trace.get("distributedInfo", {}).get("rank"))
+    for stream, intervals in enumerate(copied):
+        operations |= {("copies", str(stream), n): span for n, span in enumerate(intervals)}
+    return {
+        **{name: us / (1e3 * steps) for name, us in times.items()},
+        "operations": operations,
+        "kernels": per_step(((e["name"], e["dur"], 1) for e in kernels), steps),
+        "kinds": per_step(kinds, steps),
+        "steps": steps,
+    }
+
+
+def work_of(events: list[dict]) -> tuple[list[dict], bool]:
+    """(what the device did, in order, whether it is a CPU). A CPU's work are its operations, except
+    for the trainer's own reading of numbers."""
+    work = [e for e in events if e.get("cat") in DEVICE_WORK]
+    on_cpu = not work
+    if on_cpu:
+        work = [e for e in events if e.get("cat") in ("cpu_op", "user_annotation")]
+        muted = [span_of(e) for e in work if e["name"] == MUTED]
+        work = [e for e in work if not any(begin <= e["ts"] <= end for begin, end in muted)]
+        work = [e for e in work if not e["name"].startswith(("record_param_comms", "c10d::"))]
+    return sorted(work, key=lambda e: e["ts"]), on_cpu
+
+
+def end_of(event: dict) -> float:
+    return event["ts"] + event["dur"]
+
+
+def span_of(event: dict) -> tuple[float, float]:
+    return event["ts"], end_of(event)
+
+
+def operations_of(comm: list[dict], rank: int | None) -> tuple[dict, list[tuple]]:
+    """({(kind, group, count): (start, end)} of NCCL's operations, [(kind, microseconds, 1, bytes)]
+    of all). A send and its receive have one group."""
+    operations, kinds, counts = {}, [], Counter()
+    for e in comm:
+        args = e.get("args", {})
+        match = KIND.search(str(args.get("Collective name", ""))) or KIND.search(e["name"])
+        kind = match[0].lower() if match else "other"
+        kind = kind if kind == AWAIT else kind.replace("_", "")
+        group = str(args.get("Process Group Name", ""))
+        if kind in ("send", "recv"):
+            peer = args.get("Dst Rank", args.get("Src Rank"))
+            group = f"{rank}>{peer}" if kind == "send" else f"{peer}>{rank}"
+            kind = "sendrecv"
+        size = SIZES.get(args.get("dtype"), 0)
+        size *= max(args.get("In msg nelems", 0), args.get("Out msg nelems", 0))
+        kinds.append((kind, e["dur"], 1, size + args.get("bytes", 0)))  # bytes: of a copy
+        if not BY_ENGINES.search(e["name"]):
+            operations[kind, group, counts[kind, group]] = span_of(e)
+            counts[kind, group] += 1
+    return operations, kinds
+
+
+def per_step(rows: Iterable[tuple], steps: int) -> dict[str, tuple]:
+    """{name: (ms, count, ...) of one step} from rows (name, microseconds, 1, ...)."""
+    sums = {}
+    for name, us, *more in rows:
+        values = us / 1e3, *more
+        sums[name] = tuple(map(sum, zip(sums.get(name, (0,) * len(values)), values, strict=True)))
+    return {name: tuple(value / steps for value in values) for name, values in sums.items()}
+
+
+def copies(comm: list[dict]) -> list[list[tuple]]:
+    """(start, end) of each operation by copy engines: a barrier, copies, a barrier, or a copy and a
+    signal. Returns one list for each stream with any, ordered by first operation. Gathers and
+    exchanges may overtake each other on one rank and not on another."""
+    streams, begun, copied = defaultdict(list), {}, set()
+    for e in comm:
+        if not BY_ENGINES.search(e["name"]):
+            continue
+        stream = e.get("args", {}).get("stream")
+        operations = streams[stream]  # creates the list in order
+        if not BARRIER.search(e["name"]):
+            begun.setdefault(stream, e["ts"])
+            copied.add(stream)
+        elif stream in copied:
+            operations.append((begun.pop(stream), end_of(e)))
+            copied.remove(stream)
+        else:
+            begun[stream] = e["ts"]
+    return [operations for operations in streams.values() if operations]
+
+
+def waits_for_host(kernels: list[dict], events: list[dict], begin: float) -> list[tuple]:
+    """Intervals from `begin` on in which no kernel ran because the host had launched none.
+    Communication under way in them delayed nothing (unless the host itself waits for it in a
+    synchronize; training steps do not). kernels: in order. events: include the host's calls; a
+    kernel without its launch there was not waited for."""
+    calls = [e for e in events if e.get("cat") in HOST_CALLS and "correlation" in e.get("args", {})]
+    launched = {e["args"]["correlation"]: e["ts"] for e in calls}
+    times = [launched.get(e.get("args", {}).get("correlation"), math.inf) for e in kernels]
+    # for each kernel the earliest launch of it and the later ones, which may be on other streams
+    earliest = list(itertools.accumulate(reversed(times), min))[::-1]
+    waits, reached = [], begin
+    for e, launch, first in zip(kernels, times, earliest, strict=True):
+        if launch < math.inf and first > reached:
+            waits.append((reached, min(first + LAUNCH_GAP, e["ts"])))
+        reached = max(reached, end_of(e))
+    return waits
+
+
+def bridged(intervals: list[tuple]) -> list[tuple]:
+    """Sorted intervals with the gaps between consecutive kernels closed. Communication goes on in
+    such gaps, but nothing waits for it."""
+    closed = []
+    for start, end in intervals:
+        if closed and start - closed[-1][1] <= LAUNCH_GAP:
+            closed[-1] = closed[-1][0], max(closed[-1][1], end)
+        else:
+            closed.append((start, end))
+    return closed
+
+
+def combine(ranks: list[dict]) -> dict:
+    """All ranks' figures side by side, with each rank's waiting time (ms of one step)."""
+    operations = [rank.pop("operations") for rank in ranks]
+    for rank, us in zip(ranks, waiting(operations), strict=True):
+        rank["wait"] = us / (1e3 * rank["steps"])
+    return {"ranks": ranks}
+
+
+def page(title: str, figures: dict) -> str:
+    """A text page that shows where the time of a step goes."""
+    head = "rank      total        compute    exposed comm            idle  of it for host |"
+    lines = [title, "", f"{head} comm busy  waiting (ms)"]
+    for r, rank in enumerate(figures["ranks"]):
+        total = rank["total"]
+        cells = " ".join(
+            f"{rank[k]:8.2f} ({rank[k] / total:4.0%})" for k in ("compute", "exposed", "idle")
+        )
+        lines.append(
+            f"{r:4d} {total:10.2f} {cells} {rank['host']:15.2f} | {rank['comm']:9.2f}"
+            f" {rank['wait']:8.2f}"
+        )
+    lines += ["", "communication of rank 0: ms and number of operations a step, MB, GB/s"]
+    for kind, (ms, n, size) in sorted(figures["ranks"][0]["kinds"].items()):
+        rate = f"{size / ms / 1e6:8.1f}" if size else "     n/a"
+        lines.append(f"  {kind:14s} {ms:8.2f} {n:6.1f} {size / 1e6:9.1f} {rate}")
+    lines += ["", "(GB/s: bytes over the operations' time, waiting for the peer included)", ""]
+    kernels = figures["ranks"][0]["kernels"]
+    lines.append(f"rank 0's largest of {len(kernels)} kernels: ms and calls a step")
+    for name, (ms, n) in sorted(kernels.items(), key=lambda x: -x[1][0])[:25]:
+        lines.append(f"  {ms:8.3f} {n:7.1f}  {name[:110]}")
+    return "\n".join(lines) + "\n"
+
+
+def waiting(ranks: list[dict]) -> list[float]:
+    """How long each rank waited inside operations, overlaps counted once. ranks: {operation:
+    (start, end)} of each, by its own clock, in the unit of the result."""
+    transfer = {}
+    for operations in ranks:
+        for key, (start, end) in operations.items():
+            least = 0.0 if AWAIT in str(key[0]) else end - start
+            transfer[key] = min(least, transfer.get(key, math.inf))
+    return [
+        union((start, end - transfer[key]) for key, (start, end) in operations.items())
+        for operations in ranks
+    ]

@@ -1,0 +1,153 @@
+"""What is shown: counts, what a library says, differences, the progress of slow work, commands."""
+
+import contextlib
+import os
+import shlex
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from tqdm import tqdm
+
+from llm_demo.machine.files import ROOT
+
+STOPPED = 75  # exit code of a run that was asked to stop and has saved (sysexits' EX_TEMPFAIL)
+DELAY = 2  # seconds of work before anything is shown
+EVERY = 10  # seconds between lines if stderr is not a terminal
+
+
+def counted(n: int, one: str, many: str | None = None) -> str:
+    """A count in words: 1 row, 2,700 rows. many: default is `one` with an s."""
+    return f"{n:,} {one if n == 1 else many or f'{one}s'}"
+
+
+def short(n: int) -> str:
+    """A large count in three digits."""
+    if n < 1e6:
+        return f"{n:,}"
+    return f"{n / 1e9:.3g}B" if n >= 1e9 else f"{n / 1e6:.3g}M"
+
+
+def words_of(error: BaseException) -> str:
+    """What a library says, in one line. A KeyError's text is only the key."""
+    text = " ".join(str(error).split())[:300]
+    plain = text and not isinstance(error, LookupError)
+    return text if plain else f"{type(error).__name__} {text}".strip()
+
+
+def differences(before: dict, now: dict, prefix: str = "") -> list[str]:
+    """The differences between two identities, by name: "seed was 1, is 2"."""
+    lines = []
+    for key in {**before, **now}:
+        a, b = before.get(key), now.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            lines += differences(a, b, f"{prefix}{key} ")
+        elif a != b:
+            lines.append(f"{prefix}{key} was {a}, is {b}")
+    return lines
+
+
+def progress(
+    iterable: Iterable | None = None, what: str = "", total: float | None = None, unit: str = "it"
+) -> tqdm:
+    """Show the progress of `what` on stderr once it has taken DELAY seconds; rank 0 only.
+
+    Iterate over it, or use it as a context manager and call update(n). total: default is the
+    iterable's length. unit "B": bytes, shown as kB, MB, GB."""
+    size = shutil.get_terminal_size()  # 80 x 24 if the terminal reports none; tqdm shows nothing
+    bar = sys.stderr.isatty()
+    return (tqdm if bar else _Lines)(
+        iterable, desc=what, total=total, unit=unit, unit_scale=unit == "B", delay=DELAY,
+        file=sys.stderr, disable=os.environ.get("RANK", "0") != "0", ncols=size.columns,
+        nrows=size.lines, mininterval=0.1 if bar else EVERY,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def watched(what: str, total: float | None, measure: Callable[[], float]):
+    """Show the progress of a block that cannot report it: a thread calls `measure()`, the bytes
+    done, twice a second. A block that ends without an error counts as complete."""
+    over = threading.Event()
+
+    def watch():
+        while not over.wait(0.5):
+            bar.update(max(0, measure() - bar.n))
+
+    with progress(what=what, total=total, unit="B") as bar:
+        thread = threading.Thread(target=watch, daemon=True)
+        if not bar.disable:
+            thread.start()
+        done = None
+        try:
+            yield bar
+            done = total  # measure()'s subject may be gone by now, such as a renamed folder
+        finally:
+            over.set()
+            if not bar.disable:
+                thread.join()
+                bar.update(max(0, (measure() if done is None else done) - bar.n))
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of the files in a folder that is being written; 0 if it does not exist."""
+    with contextlib.suppress(OSError):  # a file may be renamed meanwhile
+        return sum(file.stat().st_size for file in folder.iterdir())
+    return 0
+
+
+class _Lines(tqdm):
+    """tqdm for a log file: a line every EVERY seconds and one at the end, without control codes."""
+
+    said = None  # the amount on the last line
+
+    def display(self, msg=None, pos=None):
+        self.said, unit = self.n, self.unit if self.unit_scale else f" {self.unit}"
+        amounts = "{n_fmt} of {total_fmt}%s, {percentage:.0f}%%" if self.total else "{n_fmt}%s"
+        form = {"bar_format": "{desc}: " + amounts % unit + ", {elapsed}"}
+        print(self.format_meter(**self.format_dict | form), file=self.fp, flush=True)
+
+    def close(self):
+        if not self.disable:
+            if time.time() - self.start_t >= self.delay and self.said != self.n:
+                self.display()
+            self.last_print_t = self.start_t  # so that tqdm clears nothing
+        super().close()
+
+
+def resume(folder: Path, *flags) -> str:
+    """The command that resumes from the run's newest checkpoint."""
+    if "NNODES" in os.environ:
+        return "the same command on every node, with --resume auto"
+    flags = ["--output_dir", folder.absolute(), "--no_overwrite", "--resume", "auto", *flags]
+    return shlex.join(["bash", shown(folder / "cmd.sh"), *map(str, flags)])
+
+
+def module(name: str, *arguments) -> str:
+    """python -m llm_demo.NAME with these arguments, from any folder."""
+    in_root = users_folder() == ROOT  # python -m finds the package there
+    path = [] if in_root else [f"PYTHONPATH={shlex.quote(str(ROOT))}"]
+    words = [shown(Path(sys.executable)), "-m", f"llm_demo.{name}", *map(str, arguments)]
+    return " ".join([*path, shlex.join(words)])
+
+
+def shown(path: Path) -> str:
+    """The path, relative to the user's working folder if it lies inside."""
+    path, folder = path.absolute(), users_folder()
+    text = str(path.relative_to(folder) if path.is_relative_to(folder) else path)
+    return f"./{text}" if text.startswith("-") else text  # else a command takes it for a flag
+
+
+def users_folder() -> Path:
+    """Where the user started the run: a run's cmd.sh goes to the folder of the run before."""
+    return Path(os.environ.get("LLM_DEMO_STARTED_IN", Path.cwd()))
+
+
+def layer_kinds(done: list[str], left: list[str]) -> tuple[list[str], list[str]]:
+    """The names in `done`, and those in `left`, with their number if they are in both."""
+    counts = {name: left.count(name) for name in sorted({*left})}
+    rest = [f"{name} ({n} of {n + done.count(name)})" * (name in done) or name
+            for name, n in counts.items()]  # fmt: skip
+    return sorted({*done}), rest

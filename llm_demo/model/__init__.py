@@ -1,0 +1,1 @@
+"""A model's files: which model it is, its weights, adapters and tokenizer."""

@@ -1,0 +1,308 @@
+"""Adapters that the flags ask for, over a model that is found: new ones, or those of a folder."""
+
+import functools
+import importlib.util
+import math
+import re
+from collections.abc import Callable, Container
+
+import torch
+
+from llm_demo.core.decoder import refuse_non_finite, skeleton
+from llm_demo.core.errors import UserError
+from llm_demo.core.experts import FUSED, fused
+from llm_demo.core.four_bits import BLOCK, row_bytes
+from llm_demo.core.lora import Lora, matrices_of, target_of
+from llm_demo.core.mesh import World
+from llm_demo.data.labels import stop_tokens
+from llm_demo.machine.device import drawn_on
+from llm_demo.machine.dist import from_rank0, same_on_all_nodes
+from llm_demo.machine.text import short
+from llm_demo.model.adapter_folder import Adapter, ending, open_adapter
+from llm_demo.model.costs import experts_of, parameters_of
+from llm_demo.model.weights_files import TEXT, Weights, base_digest, identity_of
+
+ALL = "all-linear"  # of --lora_targets; PEFT's name for it
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+MODULE = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")  # of a factor, in PEFT's files
+
+
+def decide_lora(args, world: World, source, dtype: str) -> tuple[Lora | None, list[str]]:
+    """(the adapters that the flags ask for, if any, lines). source: a model_folder.Source."""
+    if not args.lora_rank:
+        return None, []
+    if args.export != "none" and not importlib.util.find_spec("peft"):
+        raise UserError("--export of adapters needs peft, which is not installed: run setup.sh")
+    identify = functools.partial(
+        identity_of, args.model_name_or_path, source.folder, source.weights, args.seed, drawn_on()
+    )
+    base, started, lines, packed = from_rank0(world, identify), {}, [], None
+    if args.base_bits == 4:
+        base["bits"], dtype, packed = 4, "4 bits", source.weights and source.weights.packed
+    if args.adapter:
+        adapter = open_adapter(args.adapter)
+        started = start_of(adapter, args.lora_targets, source.config)
+        same_on_all_nodes(world, {"the content of --adapter": started["start"]["values"]})
+        lines = origin(adapter, args, base)
+    lora = choose_lora(args, source.config, base, packed)._replace(**started)
+    share = lora.parameters / parameters_of(source.config)
+    line = (
+        f"adapters: rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)} of each "
+        f"block: {short(lora.parameters)} parameters in fp32, {share:.2%} of the model's, which is "
+        f"frozen in {dtype}"
+    )
+    return lora, [line, *lines, *untrained_ends(source)]
+
+
+def untrained_ends(source) -> list[str]:
+    """Warnings of tokens that end an answer, but whose row of the head or the embedding was never
+    trained: adapters leave these as they are. source: a model_folder.Source."""
+    lines, weights, config = [], source.weights, source.config
+    for token in stop_tokens(source.tokenizer) if weights else ():
+        for name in (HEAD, EMBEDDING):
+            # of a padding token it has zeros, and only the head has to find it
+            padding = token == getattr(config, "pad_token_id", None)
+            padding &= not config.tie_word_embeddings
+            if name not in weights.shapes or name == EMBEDDING and padding:
+                continue
+            first = max(0, token - 1)
+            rows = weights.read(name, (slice(first, token + 2),))
+            row = rows[token - first]
+            if row.max() - row.min() <= 1e-16:  # some hold numbers such as 1e-23
+                how = f"holds {row[0]:g} only"
+            elif (rows == row).all(1).sum() > 1:
+                how = "equals that of the token beside it"
+            else:
+                continue
+            text = source.tokenizer.convert_ids_to_tokens(token)
+            lines.append(
+                f"warning: answers end with {text}, whose row of {name} {how}: it was never "
+                "trained, and adapters do not train it, so the model may not end its answers. "
+                "Train the whole model, or start from its chat version, or set a --chat_template "
+                "that ends answers with a trained token"
+            )
+            break
+    return lines
+
+
+def matrices_in(config) -> dict[str, tuple]:
+    """{name: shape} of what can have adapters in a model, found in a copy of it without memory."""
+    lm = skeleton(config, "sdpa")
+    return matrices_of({name: tuple(p.shape) for name, p in lm.named_parameters()})
+
+
+def start_of(adapter: Adapter, targets: str, config) -> dict:
+    """`start` and `read` of a Lora with the values of a folder. targets: as --lora_targets. Raises
+    UserError if the factors there are not those of this model's blocks."""
+    shapes, file = matrices_in(config), adapter.file
+    # PEFT may have had the whole model, of which this is the text part
+    stored = {name.replace(TEXT, "model.", 1): name for name in adapter.tensors}
+    names = dict.fromkeys(map(target_of, shapes))
+    here = [name for name in names if name in adapter.targets]
+    wanted = factors_of({"rank": adapter.rank, "targets": here}, shapes)
+    held = in_peft({name: torch.empty(shape, device="meta") for name, shape in wanted.items()})
+    for name in stored:
+        if name not in held:
+            raise UserError(
+                f"{file}: {name} is not a factor of a layer that can have adapters in this model"
+            )
+    weights = Weights(adapter.folder, dict.fromkeys(adapter.tensors, file))
+    for name, t in held.items():
+        if name not in stored:
+            raise UserError(
+                f"{file}: {name} is missing: each block must have adapters on the same layers"
+            )
+        if (shape := weights.stored[stored[name]]) != t.shape:
+            raise UserError(
+                f"{file}: {name} has shape {list(shape)}, but rank {adapter.rank} and this model "
+                f"imply {list(t.shape)}"
+            )
+    config_file = f"{adapter.folder}/adapter_config.json"
+    listed = set(map(ending, adapter.modules)) if isinstance(adapter.modules, list) else ()
+    if lost := [name for name in names if name in listed and name not in here]:
+        raise UserError(
+            f"{config_file}: target_modules has {lost[0]}, of which {file.name} has no factor"
+        )
+    for name in held:
+        module = MODULE.fullmatch(stored[name])[1]
+        if ".experts." not in name and not adapter.aims_at(module):
+            raise UserError(
+                f"{config_file}: target_modules leaves out {module}, of which {file.name} has a "
+                "factor"
+            )
+    asked = {*names} if targets == ALL else {name.strip() for name in targets.split(",")}
+    if asked != {*here}:
+        raise UserError(
+            f"--lora_targets {targets[:80]} contradicts --adapter {adapter.folder}, which has "
+            f"{','.join(here)}: drop the flag"
+        )
+    of_file = dict(zip(wanted, (stored[name] for name in held), strict=True))
+
+    def read(name: str) -> torch.Tensor:
+        values = weights.read(of_file[name]).float()
+        refuse_non_finite(values, adapter.folder, of_file[name])
+        return from_peft(values, wanted[name])
+
+    start = {"path": str(adapter.folder.absolute()), "values": weights.digest()}
+    return {"start": start, "read": read}
+
+
+def origin(adapter: Adapter, args, base: dict) -> list[str]:
+    """What the log says of adapters that are trained on. base: identity of the model."""
+    made_for = f", made for {adapter.base}" if adapter.base else ""
+    lines = [f"adapters: with the values of {adapter.folder}{made_for}"]
+    if adapter.made_for not in ("", base_digest(base)):
+        lines.append(
+            f"warning: {adapter.folder} was trained over other weights than those of "
+            f"{args.model_name_or_path}, to which its products need not fit"
+        )
+    if adapter.bits not in ("", str(args.base_bits)):
+        lines.append(
+            f"warning: {adapter.folder} was trained over a base in {adapter.bits} bits, here it is "
+            f"in {args.base_bits}: its values differ"
+        )
+    if adapter.dropout != args.lora_dropout:
+        lines.append(
+            f"adapters: --lora_dropout {args.lora_dropout:g}; adapter_config.json has "
+            f"{adapter.dropout:g}, which is not taken over"
+        )
+    return lines
+
+
+def choose_lora(args, config, base: dict, packed: Container[str] | None = None) -> Lora:
+    """What the flags mean for a model. config: from transformers. packed: names of the weights that
+    its files have in 4 bits, if any. Raises UserError for names that it lacks, a rank larger than
+    all matrices, and dropout with experts."""
+    shapes = matrices_in(config)
+    names = dict.fromkeys(map(target_of, shapes))
+    of_experts = {target_of(name) for name in shapes if fused(name)}
+    asked = list(names)
+    if args.lora_targets != ALL:
+        asked = [part.strip() for part in args.lora_targets.split(",")]
+    if not any(asked):
+        raise UserError(
+            f"--lora_targets names no layer: choose from {', '.join(names)}, or leave it out for "
+            "all of them"
+        )
+    for name in asked:
+        if name not in names:
+            choices = ", ".join(names)
+            if of_experts:
+                choices = f"{', '.join(n for n in names if n not in of_experts)} (attention), "
+                choices += f"{', '.join(FUSED)} (experts)"
+            raise UserError(
+                f"--lora_targets {args.lora_targets[:80]}: {name[:40]!r} can't be adapted in this "
+                f"model; choose from {choices}"
+            )
+    targets = tuple(name for name in names if name in asked)
+    if args.lora_dropout and of_experts & set(targets):
+        others = ",".join(name for name in targets if name not in of_experts)
+        other = f", or adapt attention alone: --lora_targets {others}" if others else ""
+        raise UserError(
+            "--lora_dropout does not work with adapters on experts, for which PEFT has no dropout: "
+            f"drop it{other}"
+        )
+    adapted = {name: shape[-2:] for name, shape in shapes.items() if target_of(name) in targets}
+    widest = max(adapted, key=lambda name: min(adapted[name]))
+    if args.lora_rank > min(adapted[widest]):  # of narrower ones it is larger, as in PEFT
+        raise UserError(
+            f"--lora_rank {args.lora_rank} is larger than a side of each adapted matrix, such as "
+            f"{widest.removesuffix('.weight')} ({' x '.join(map(str, adapted[widest]))})"
+        )
+    lora = Lora(args.lora_rank, args.lora_alpha, args.lora_dropout, targets, 0, base)
+    sizes = {name: math.prod(shape) for name, shape in factors_of(lora.facts(), shapes).items()}
+    total, routed = sum(sizes.values()), sum(n for name, n in sizes.items() if "_lora_" in name)
+    chosen = routed // experts_of(config) * config.num_experts_per_tok if routed else 0
+    stored = in_4_bits(config, shapes, packed) if args.base_bits == 4 else ()
+    active = total - routed + chosen
+    return lora._replace(parameters=total, routed=routed, active=active, in_4_bits=stored)
+
+
+def in_4_bits(config, shapes: dict[str, tuple], packed: Container[str] | None) -> tuple:
+    """As of Lora. packed: as of choose_lora; by default all matrices of rows in whole blocks."""
+    found = [(0, 0)] * config.num_hidden_layers
+    for name, shape in shapes.items():
+        if (name in packed) if packed else len(shape) == 2 and shape[1] % BLOCK == 0:
+            i = int(name.split(".layers.")[1].split(".")[0])
+            sizes = math.prod(shape), shape[0] * row_bytes(shape[1])
+            found[i] = tuple(map(sum, zip(found[i], sizes, strict=True)))
+    return tuple(found)
+
+
+def factor_names(name: str) -> tuple[str, str]:
+    """The names of a matrix's factors A and B."""
+    if fused(name):
+        return f"{name}_lora_A", f"{name}_lora_B"
+    layer = name.removesuffix(".weight")
+    return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
+
+
+def factors_of(lora: dict, shapes: dict[str, tuple]) -> dict[str, tuple]:
+    """{name: shape} of the factors over a model. lora: as of `Lora.facts`; shapes: of the model."""
+    factors = {}
+    for name, (*experts, outputs, inputs) in matrices_of(shapes).items():
+        if target_of(name) in lora["targets"]:
+            a, b = factor_names(name)
+            factors[a] = *experts, lora["rank"], inputs
+            factors[b] = *experts, outputs, lora["rank"]
+    return factors
+
+
+@torch.no_grad()
+def merge_into(
+    name: str, weight: torch.Tensor, factors: dict[str, torch.Tensor], lora: dict
+) -> None:
+    """Add to a frozen weight, fp32, in place, the product of its factors, if it has any."""
+    a, b = map(factors.get, factor_names(name))
+    if a is not None:
+        add = weight.baddbmm_ if weight.ndim == 3 else weight.addmm_
+        add(b, a, alpha=lora["alpha"] / lora["rank"])
+
+
+@torch.no_grad()
+def add_adapter(model, adapter: Adapter, read: Callable) -> None:
+    """Add a folder's adapters to transformers' own model. read: of `start_of`. Raises UserError if
+    a factor is not finite."""
+    lora = {"rank": adapter.rank, "alpha": adapter.alpha, "targets": adapter.targets}
+    weights = dict(model.named_parameters())
+    factors = factors_of(lora, {name: tuple(p.shape) for name, p in weights.items()})
+    for name, p in weights.items():
+        if found := {n: read(n) for n in factor_names(name) if n in factors}:
+            whole = p.float()
+            merge_into(name, whole, found, lora)
+            p.copy_(whole)
+
+
+def in_peft(factors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Factors as PEFT's files have them. All experts of a block share one A and one B there: rows
+    of A are by expert, then rank; columns of B by rank, then expert. Their keys do not name the
+    matrix: PEFT wraps the module of the experts once for each, and down_proj's wrap is outside."""
+    renamed = {}
+    for name, t in factors.items():
+        matrix, _, kind = name.rpartition("_lora_")
+        if not fused(matrix):
+            renamed[f"base_model.model.{name}"] = t
+            continue
+        experts, _, target = matrix.rpartition(".")
+        if target == "gate_up_proj" and f"{experts}.down_proj_lora_A" in factors:
+            experts += ".base_layer"
+        t = t if kind == "A" else t.permute(1, 2, 0)
+        two_sides = t.flatten(0, 1) if kind == "A" else t.flatten(1)
+        renamed[f"base_model.model.{experts}.lora_{kind}.weight"] = two_sides.contiguous()
+    return renamed
+
+
+def from_peft(values: torch.Tensor, shape: tuple) -> torch.Tensor:
+    """A factor of this shape, from what `in_peft` makes of it."""
+    if len(shape) < 3 or values.shape[1] == shape[2]:  # or A
+        return values.view(shape)
+    experts, outputs, rank = shape
+    return values.view(outputs, rank, experts).permute(2, 0, 1)
+
+
+def peft_targets(factors: dict[str, torch.Tensor]) -> dict[str, list[str] | None]:
+    """What PEFT's LoraConfig calls the matrices of these factors: modules, and parameters."""
+    layers = [n.split(".")[-3] for n in factors if n.endswith(".lora_A.weight")]
+    experts = {target_of(n.removesuffix("_lora_A")) for n in factors if n.endswith("_lora_A")}
+    parameters = [f"mlp.experts.{kind}" for kind in FUSED if kind in experts]
+    return {"target_modules": list(dict.fromkeys(layers)), "target_parameters": parameters or None}

@@ -1,0 +1,282 @@
+"""Finds and checks a model's folder, configuration and tokenizer.
+
+They may be a stranger's: what transformers would load besides them and the weights is refused."""
+
+import json
+import os
+import string
+from datetime import date
+from pathlib import Path
+
+from jinja2 import TemplateSyntaxError
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+
+from llm_demo.core.attention import rope_type
+from llm_demo.core.errors import UserError
+from llm_demo.data.labels import closes_reasoning, has_variable, writes_empty_blocks
+from llm_demo.flags.parsing import template_variables
+from llm_demo.machine.process import regular
+from llm_demo.machine.text import words_of
+from llm_demo.model.families import (
+    ANY_LENGTH,
+    FAMILIES,
+    TEXT_OF,
+    odd_sizes,
+    position_limit,
+    problems_of,
+)
+from llm_demo.model.local_model import FILES, find_here, refuse_adapter, refuse_pointers
+from llm_demo.model.weights_files import open_weights
+
+COMPARE = "compare it with the published file"
+# Without any of them transformers creates an empty tokenizer from config.json.
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def find_model(name: str, config_in: str | None = None) -> Path:
+    """The local folder of a model: the path itself, or a hub id downloaded to the hub's cache.
+
+    config_in: a folder for config.json, if that is all one needs. In the cache it would look like a
+    model without weights."""
+    if folder := find_here(name):
+        return folder
+    from huggingface_hub import snapshot_download, try_to_load_from_cache
+
+    options = {"allow_patterns": FILES}
+    if config_in:
+        options = {"allow_patterns": ["config.json", "adapter_config.json"], "local_dir": config_in}
+    try:
+        if config_in and isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
+            folder = Path(cached).parent
+        else:
+            folder = Path(snapshot_download(name, **options))
+    except Exception as e:  # of the hub's client, or of what it connects by
+        reason = (str(e).strip().splitlines() or [repr(e)])[0]
+        hub = "the hub at HF_ENDPOINT" if os.environ.get("HF_ENDPOINT") else "the hub"
+        raise UserError(
+            f"no model at {name}: there is no such folder, and {hub} says: {reason}"
+        ) from e
+    refuse_adapter(name, folder)
+    return folder
+
+
+def read_config(folder: Path):
+    """transformers' configuration of a folder. Raises ValueError if it makes transformers load
+    what lies elsewhere, and whatever the libraries raise that check it."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    for name in ("_attn_implementation", "_experts_implementation"):
+        if "/" in str(value := getattr(config, name, None)):
+            raise ValueError(f"{name} {value} is a kernel of the hub, which is code: remove it")
+    if getattr(config, "transformers_weights", None):
+        raise ValueError("transformers_weights: weights must be model.safetensors: remove it")
+    return config
+
+
+def load_config(folder: Path, max_len: int, weights_elsewhere: bool = False):
+    """The model's configuration, of weights as they are read: not quantised. weights_elsewhere:
+    this folder has none. Raises UserError if this project can't train it exactly."""
+    try:
+        raw, blocks = (folder / "config.json").read_text("utf-8"), "num_hidden_layers"
+        raw = json.loads(raw)
+        for problem in odd_sizes({blocks: (raw.get("text_config") or raw).get(blocks)}):
+            raise ValueError(problem)  # transformers makes a list of them
+        config = whole = read_config(folder)
+        if whole.model_type in TEXT_OF:  # what reads text is trained
+            config, kind = whole.text_config, TEXT_OF[whole.model_type]
+            if config.model_type != kind:
+                raise ValueError(f"text_config has model_type {config.model_type}, not {kind}")
+            for name in ("tie_word_embeddings", "quantization_config"):
+                if value := getattr(whole, name, None):
+                    setattr(config, name, value)
+    except Exception as e:  # several libraries check it, each with exceptions of its own
+        raise UserError(f"{folder}/config.json: {words_of(e)}; {COMPARE}") from e
+    if config.model_type not in FAMILIES:
+        raise UserError(
+            f"{folder}: model_type {config.model_type} is not one of {', '.join(FAMILIES)}"
+        )
+    for name in ("attention_dropout", "resid_pdrop"):
+        if getattr(config, name, 0):
+            setattr(config, name, 0.0)  # fine-tuning uses none; pretrained configurations have 0
+    for problem in problems_of(config):
+        raise UserError(f"{folder}/config.json: {problem}")
+    vars(config).pop("quantization_config", None)
+    limit = position_limit(config)
+    if limit and max_len > limit:
+        if weights_elsewhere or open_weights(folder) or rope_type(config) not in ANY_LENGTH:
+            raise UserError(f"--seq_len {max_len}: {folder} has positions up to {limit}")
+    return config
+
+
+# Text that tokenizers with other rules split or normalise differently.
+PROBE = (
+    "It's we'LL; don't 7 42 100 1234 2024 1234567 3.14 1e-5 snake_case camelCase HTTPServer x==1 "
+    "(foo).bar  two   three\t tab\n\nline \n  indented\r\n#!? ...\n\n\n na\u00efve nai\u0308ve "
+    "\ufb01\uff21 Привет 你好，世界 こんにちは 한국어 مرحبا नमस्ते 👍🏽 — <b>end</b>  "
+)
+
+
+def load_tokenizer(name: str, chat_template: str | None = None):
+    """The tokenizer of a folder or hub id, with the ids of its tokenizer.json. chat_template: a
+    file that replaces its own template. Raises UserError."""
+    folder = Path(os.path.expanduser(name))
+    if folder.is_dir():
+        refuse_pointers(folder)
+    else:
+        folder = find_model(name)
+    if not any((folder / file).is_file() for file in TOKENIZERS):
+        raise UserError(
+            f"no tokenizer in {folder}: copy its tokenizer.json there, or train with "
+            "--tokenizer_name_or_path, which names another"
+        )
+    whole = folder / "tokenizer.json"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        # transformers makes the rules of other classes itself, and ignores those of the file
+        if type(tokenizer) is not PreTrainedTokenizerFast and whole.is_file():
+            if not same_ids(file := Tokenizer.from_file(str(whole)), tokenizer):
+                tokens = tokenizer.special_tokens_map.items()  # some are the class's defaults
+                tokens = {name: text for name, text in tokens if file.token_to_id(text) is not None}
+                tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, **tokens)
+    except Exception as e:  # several libraries read it, each with exceptions of its own
+        raise UserError(f"{folder}{problem_of_tokenizer(folder, e)}") from e
+    if not isinstance(limit := tokenizer.model_max_length, (int, float)):
+        raise UserError(f"{folder}/tokenizer_config.json: model_max_length {limit!r} is no number")
+    if chat_template:
+        tokenizer.chat_template = read_chat_template(Path(chat_template), tokenizer)
+    elif tokenizer.chat_template:
+        try:
+            if not isinstance(template := tokenizer.get_chat_template(), str):
+                raise TypeError(f"it is {template!r}")
+            try_template(tokenizer, template)
+        except (TemplateSyntaxError, TypeError, ValueError) as e:
+            raise UserError(
+                f"{folder}: its chat template can't be used: {words_of(e)}; set another with "
+                "--chat_template"
+            ) from e
+    return tokenizer
+
+
+def problem_of_tokenizer(folder: Path, error: Exception) -> str:
+    """Why a tokenizer can't be read, to follow the name of its folder."""
+    if (folder / "tokenizer.json").is_file():
+        try:
+            Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as of_file:  # says more
+            error = of_file
+    elif (folder / "tokenizer.model").is_file():
+        return (
+            f" has no tokenizer.json, and its tokenizer.model can't be read ({words_of(error)}): "
+            "pip install sentencepiece protobuf, then write it with python -c 'from transformers "
+            "import AutoTokenizer as A; "
+            f'A.from_pretrained("{folder}").save_pretrained("{folder}")\''
+        )
+    return (
+        f": the tokenizer can't be read: {words_of(error)}; compare its files with the published "
+        "ones"
+    )
+
+
+def same_ids(file: Tokenizer, tokenizer) -> bool:
+    """Whether a tokenizer from transformers gives the ids of its tokenizer.json, also next to the
+    first added tokens. Some classes are not made from that file."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    added = [token.content for _, token in sorted(file.get_added_tokens_decoder().items())[:8]]
+    text = PROBE.join(["", *added, ""])
+    return isinstance(backend, Tokenizer) and (
+        backend.encode(text, add_special_tokens=False).ids
+        == file.encode(text, add_special_tokens=False).ids
+    )
+
+
+def set_variables(tokenizer, text: str | None, learn_reasoning: bool = True) -> list[str]:
+    """Set variables of the chat template, a JSON object as text. The template then begins with them
+    as defaults, so whatever renders it has them: labels, samples, an export and its server.
+
+    learn_reasoning False: also the variable that asks for an answer without reasoning, if the
+    template has one. Returns lines for the log. Raises UserError for a variable that the template
+    does not have."""
+    flag, templates = "--chat_template_kwargs", tokenizer.chat_template
+    variables = template_variables(text, flag)
+    named = templates if isinstance(templates, dict) else {"": templates or ""}
+    for name in variables:
+        if not any(has_variable(template, name) for template in named.values()):
+            raise UserError(f"{flag}: the chat template has no variable {name!r}: remove it")
+    lines = [f"chat template: {name} is {as_jinja(value)}" for name, value in variables.items()]
+    if not learn_reasoning and templates:
+        added = closes_reasoning(tokenizer, variables)
+        if added is None and writes_empty_blocks(tokenizer):
+            lines.append(
+                "chat template: it writes an empty <think> block before answers without reasoning, "
+                "but has no variable that puts the block into the prompt, so the model is asked "
+                "otherwise than it is trained: set a template that has one with --chat_template"
+            )
+        for name, value in (added or {}).items():
+            lines.append(
+                f"chat template: {name} is {as_jinja(value)} (--learn_reasoning false): its prompt "
+                "asks for an answer without reasoning"
+            )
+            variables[name] = value
+    if variables:
+        defaults = "".join(
+            f"{{% if {name} is not defined %}}{{% set {name} = {as_jinja(value)} %}}{{% endif %}}\n"
+            for name, value in variables.items()
+        )
+        changed = {name: defaults + template for name, template in named.items()}
+        tokenizer.chat_template = changed if isinstance(templates, dict) else changed[""]
+    return lines
+
+
+def as_jinja(value) -> str:
+    """A JSON value as Jinja writes it."""
+    if isinstance(value, dict):
+        pairs = (f"{as_jinja(key)}: {as_jinja(content)}" for key, content in value.items())
+        return "{" + ", ".join(pairs) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(as_jinja, value)) + "]"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def fix_date(tokenizer, day: str) -> bool:
+    """If the chat template prints today's date (strftime_now), let it print this one, YYYY-MM-DD:
+    its text then begins with a function of that name, so that what depends on the template depends
+    on the date. Returns whether it does. `describe_model` saves the template as it was."""
+    plain = tokenizer.chat_template or ""
+    templates = plain if isinstance(plain, dict) else {"": plain}
+    if not any("strftime_now" in template for template in templates.values()):
+        return False
+    printed, text = date.fromisoformat(day), "format.replace('%%', '\\0')"
+    for code in [flag + letter for letter in string.ascii_letters for flag in ("%", "%-")]:
+        if any(code in template for template in templates.values()):
+            text += f".replace('{code}', {printed.strftime(code)!r})"
+    macro = "{% macro strftime_now(format) %}{{ " + text + ".replace('\\0', '%') }}{% endmacro %}\n"
+    dated = {name: macro + template for name, template in templates.items()}
+    tokenizer.undated_template = plain
+    tokenizer.chat_template = dated if isinstance(plain, dict) else dated[""]
+    return True
+
+
+def read_chat_template(file: Path, tokenizer) -> str:
+    """The source of a Jinja chat template. Raises UserError if it can't be read or compiled."""
+    try:
+        template = regular(file).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"--chat_template {file}: {getattr(e, 'strerror', None) or e}") from None
+    if "messages" not in template:
+        raise UserError(f"--chat_template {file}: not a chat template: it never uses messages")
+    try:
+        try_template(tokenizer, template)
+    except TemplateSyntaxError as e:
+        raise UserError(f"--chat_template {file}:{e.lineno}: {e.message}") from None
+    return template
+
+
+def try_template(tokenizer, template: str) -> None:
+    """Raise TemplateSyntaxError for a template that does not compile."""
+    question = [{"role": "user", "content": "?"}]
+    try:
+        tokenizer.apply_chat_template(question, chat_template=template, tokenize=False)
+    except TemplateSyntaxError:
+        raise
+    except Exception:  # it may reject this conversation but accept the data's
+        pass

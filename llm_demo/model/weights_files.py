@@ -1,0 +1,373 @@
+"""Weights in files: a folder's safetensors, read in part, and adapters, with what they belong to.
+
+Hugging Face's files have a tensor for each matrix of each expert. In memory, and in the files of
+Qwen3.5 as published, all experts of a block are fused. All other tensors have one name.
+
+    in memory                               in the files, for each expert e
+    ….mlp.experts.gate_up_proj [E, 2I, H]   ….mlp.experts.e.gate_proj.weight [I, H], then up_proj
+    ….mlp.experts.down_proj    [E, H, I]    ….mlp.experts.e.down_proj.weight [H, I]"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from llm_demo.core.errors import UserError
+from llm_demo.core.experts import FUSED, fused
+from llm_demo.core.four_bits import values_of
+from llm_demo.machine.files import hash_of
+from llm_demo.machine.text import differences, watched, words_of
+from llm_demo.model import low_bits
+from llm_demo.model.local_model import refuse_deepspeed
+
+SAMPLE = 4096  # bytes at the beginning, the middle and the end of a tensor
+EXTRA = "eh_proj.weight"  # only layers of multi-token prediction have it
+ROTARY = "rotary_emb.inv_freq"  # config.json implies these
+TEXT = "model.language_model."  # in a model with images: of what reads text
+OTHERS = ("model.visual.", "mtp.")  # of its other parts (Qwen3.5)
+FLOATS = ("F64", "F32", "F16", "BF16")
+COMPARED = 1 << 24  # elements of two tensors that are compared at once
+EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+class Matrix(NamedTuple):
+    """A tensor of the files, and where it lies in the fused one."""
+
+    name: str
+    expert: int
+    rows: slice
+    shape: tuple[int, int]
+
+
+def matrices(name: str, shape: tuple) -> list[Matrix]:
+    """What a fused parameter of this shape consists of; [] for any other."""
+    if not fused(name):
+        return []
+    experts, _, kind = name.rpartition(".")
+    size = shape[1] // len(FUSED[kind])
+    return [
+        Matrix(f"{experts}.{e}.{matrix}.weight", e, slice(at, at + size), (size, shape[2]))
+        for e in range(shape[0])
+        for at, matrix in zip((0, size), FUSED[kind], strict=False)
+    ]
+
+
+def in_memory(files: dict[str, tuple]) -> dict[str, tuple]:
+    """{parameter: shape} for the {name: shape} of files."""
+    shapes = {}
+    for name, shape in files.items():
+        if match := EXPERT.fullmatch(name):
+            experts, expert, kind = match.groups()
+            kind, parts = ("down_proj", 1) if kind == "down" else ("gate_up_proj", 2)
+            name = f"{experts}.{kind}"
+            n = max(int(expert) + 1, *shapes.get(name, (0,))[:1])
+            shape = n, *(parts * size for size in shape[:1]), *shape[1:]
+        shapes[name] = shape
+    return shapes
+
+
+def as_in_files(name: str, t: torch.Tensor) -> dict[str, torch.Tensor]:
+    """{name in the files: view} of all that a parameter consists of."""
+    return {m.name: t[m.expert, m.rows] for m in matrices(name, t.shape)} or {name: t}
+
+
+def in_files(wanted: dict[str, tuple], as_they_are: Iterable[str] = ()) -> dict[str, tuple]:
+    """{name: shape} in the files for a model's {parameter: shape}. as_they_are: names
+    that are in them as they are in memory."""
+    names = {}
+    for name, shape in wanted.items():
+        parts = [] if name in as_they_are else matrices(name, shape)
+        names |= {part.name: part.shape for part in parts} or {name: shape}
+    return names
+
+
+@contextlib.contextmanager
+def _open(file: Path):
+    try:
+        with safe_open(file, "pt") as opened:
+            yield opened
+    except OSError as e:
+        raise UserError(f"{file}: {e}") from e
+    except SafetensorError as e:
+        raise UserError(f"{file} is damaged or incomplete: {words_of(e)}") from e
+
+
+def text_name(name: str) -> str:
+    """What a tensor of a model with images is called in a model of its text alone."""
+    return "model." + name.removeprefix(TEXT) if name.startswith(TEXT) else name
+
+
+class Weights:
+    """A folder's safetensors: names and shapes of the model's parameters, and any of them or part
+    of one on demand. Fused experts are read from a tensor for each, or fused. Values in fp8 are
+    multiplied by their scales, which are in `scales` and are no parameters.
+
+    Files are mapped for one read at a time: pages count as this process's memory while they are
+    mapped, and a rank should hold no more of a file than it keeps."""
+
+    def __init__(self, folder: Path, files: dict[str, Path]):
+        self.names = {text_name(n): n for n in files}  # in the files
+        for name in files:
+            if name != (other := self.names[text_name(name)]):
+                raise UserError(f"{folder}: {name} and {other} are the same weight; remove one")
+        files = {text_name(n): file for n, file in files.items()}
+        # what training doesn't use: layers that predict further tokens (DeepSeek), the rotary
+        # frequencies of old files, what the index does not name, a vision tower
+        self.ignored = [n.removesuffix(EXTRA) for n in files if n.endswith(f".{EXTRA}")]
+        self.ignored += [part for part in OTHERS if any(n.startswith(part) for n in files)]
+        named = files.keys()
+        files = {n: f for n, f in files.items() if not n.startswith(tuple(self.ignored))}
+        self.ignored += [n for n in files if n.endswith(ROTARY)]
+        self.folder, self.files, self.stored = folder, files, {}
+        self.bytes = sum(file.stat().st_size for file in set(files.values()))
+        self.bytes_read, kinds = 0, {}
+        for file in sorted(set(files.values())):
+            with _open(file) as opened:
+                self.ignored += sorted({*map(text_name, opened.keys())} - named)
+                for name in (n for n, f in files.items() if f == file):
+                    tensor = opened.get_slice(self.names[name])
+                    self.stored[name] = tuple(tensor.get_shape())
+                    kinds[name] = tensor.get_dtype()
+        fp8 = [name for name, kind in kinds.items() if kind == low_bits.KIND]
+        self.scales = low_bits.scales_of(fp8, self.stored, folder)
+        for scales, _ in self.scales.values():
+            del self.stored[scales]
+        self.packed = low_bits.four_bits_of(self.stored, kinds, self._whole, folder)
+        for name, weight in self.packed.items():
+            for part in low_bits.BESIDE:
+                del self.stored[name + part], kinds[name + part]
+            self.stored[name], kinds[name] = weight.shape, low_bits.KIND
+        for name, kind in kinds.items():
+            if kind not in (*FLOATS, low_bits.KIND):
+                raise UserError(
+                    f"{files[name]}: {name} is of type {kind}, not one of {', '.join(FLOATS)}: "
+                    "give a copy of the model in bf16"
+                )
+        self.shapes = in_memory(self.stored)
+
+    def check(self, wanted: dict[str, tuple], tied: set[str]) -> None:
+        """Raise UserError naming a tensor of the files that is missing, of another shape, or not in
+        the model. wanted: {name: shape} of the model. tied: names that may be missing."""
+        wanted = in_files(wanted, self.stored.keys())
+        if missing := sorted(wanted.keys() - tied - self.stored.keys()):
+            raise UserError(f"{self.folder}: weight {missing[0]} is missing")
+        for name, shape in sorted(self.stored.items()):
+            if name not in wanted and name not in self.ignored:
+                raise UserError(f"{self.folder}: {name} is not a weight of this model")
+            if shape != wanted.get(name, shape):
+                raise UserError(
+                    f"{self.folder}: {name} has shape {list(shape)}, but config.json implies "
+                    f"{list(wanted[name])}"
+                )
+
+    def equal(self, a: str, b: str) -> bool:
+        """Whether two matrices have the same values. Reads a few rows of both at a time."""
+        shape, bytes_read = self.shapes[a], self.bytes_read
+        if shape != self.shapes[b] or len(shape) != 2:
+            return False
+        step = max(1, COMPARED // max(1, shape[1]))
+        parts = [(slice(i, i + step),) for i in range(0, shape[0], step)]
+        same = all(torch.equal(self.read(a, p).float(), self.read(b, p).float()) for p in parts)
+        self.bytes_read = bytes_read  # of what is loaded
+        return same
+
+    def digest(self) -> str:
+        """A digest of the tensors' names, dtypes, shapes and of samples of their values, whichever
+        files they are in. Reading all values would take minutes for a large model."""
+        samples = {}
+        for file in set(self.files.values()):
+            with _open(file) as opened:
+                for name in (n for n, f in self.files.items() if f == file):
+                    about = opened.get_slice(self.names[name])
+                    values = opened.get_tensor(self.names[name])  # mapped
+                    values = values.flatten().view(torch.uint8).numpy()
+                    begins = 0, len(values) // 2, max(0, len(values) - SAMPLE)
+                    sample = b"".join(values[at : at + SAMPLE].tobytes() for at in begins)
+                    digest = hashlib.sha256(sample).hexdigest()
+                    samples[name] = about.get_dtype(), about.get_shape(), digest
+        return hash_of(samples)[:16]
+
+    def read(self, name: str, part: tuple[slice, ...] = (slice(None),)) -> torch.Tensor:
+        """A parameter, or the part that these slices of its dimensions select, in the file's dtype,
+        or in fp32 if that is fp8 or 4 bits, on the CPU. Raises UserError."""
+        if name in self.packed:
+            weight, shape = self.read_packed(name), self.packed[name].shape
+            return values_of(*weight, shape[1], torch.float32)[part]
+        if name in self.files:
+            with _open(self.files[name]) as opened:
+                return self._part(opened, name, part)
+        return self._fuse(name, part)
+
+    def read_packed(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the bytes of a weight in 4 bits, its scales), as core.four_bits has them."""
+        return low_bits.packed(self.packed[name], name, self._whole)
+
+    def _whole(self, name: str) -> torch.Tensor:
+        """A tensor of the files as it is."""
+        with _open(self.files[name]) as opened:
+            values = opened.get_tensor(self.names[name])
+        self.bytes_read += values.nbytes
+        return values
+
+    def _part(self, opened, name: str, part: tuple[slice, ...]) -> torch.Tensor:
+        """As `read`, of a tensor of an open file."""
+        values = opened.get_slice(self.names[name])[part]
+        self.bytes_read += values.nbytes
+        if name not in self.scales:
+            return values
+        scales, way = self.scales[name]
+        here = self.files[scales] == self.files[name]  # opening a file of many tensors takes ms
+        with contextlib.nullcontext(opened) if here else _open(self.files[scales]) as other:
+            scales = other.get_tensor(self.names[scales])
+        self.bytes_read += scales.nbytes
+        return low_bits.dequantised(values, scales, way, part, self.stored[name])
+
+    def _fuse(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
+        """The selected experts' rows and columns, of which alone the files are read."""
+        shape, values = self.shapes[name], None
+        part = (*part, slice(None), slice(None))
+        experts, rows, columns = (range(n)[s] for n, s in zip(shape, part, strict=False))
+        chosen = [m for m in matrices(name, shape) if m.expert in experts]
+        for file in dict.fromkeys(self.files[m.name] for m in chosen):
+            with _open(file) as opened:
+                for m in (m for m in chosen if self.files[m.name] == file):
+                    first, end = max(rows.start, m.rows.start), min(rows.stop, m.rows.stop)
+                    if first >= end:
+                        continue
+                    of_matrix = slice(first - m.rows.start, end - m.rows.start)
+                    across = slice(columns.start, columns.stop)
+                    piece = self._part(opened, m.name, (of_matrix, across))
+                    if values is None:
+                        size = len(experts), len(rows), len(columns)
+                        fp8 = any(m.name in self.scales for m in chosen)
+                        values = torch.empty(size, dtype=torch.float32 if fp8 else piece.dtype)
+                    values[m.expert - experts.start, first - rows.start : end - rows.start] = piece
+        return torch.empty(len(experts), len(rows), len(columns)) if values is None else values
+
+
+def open_weights(folder: Path) -> Weights | None:
+    """The folder's weights; None if it holds none. Raises UserError for other formats."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    for file in (index, single):
+        if os.path.lexists(file) and not file.is_file():
+            raise UserError(f"{file} is no regular file: is the download complete?")
+    if index.is_file():
+        try:
+            places = json.loads(index.read_text("utf-8"))["weight_map"]
+            if away := [f for f in places.values() if f[:1] == "/" or ".." in Path(f).parts]:
+                raise UserError(f"{index} names {away[0]}, which is not in its folder")
+            files = {n: folder / f for n, f in places.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+            raise UserError(f"{index} is not a safetensors index: {words_of(e)}") from e
+        for file in dict.fromkeys(files.values()):
+            if not file.is_file():
+                there = os.path.lexists(file)
+                problem = "which is no regular file" if there else "which is missing"
+                raise UserError(f"{index} names {file.name}, {problem}: is the download complete?")
+        return Weights(folder, files)
+    if single.is_file():
+        return weights_in([single])
+    refuse_deepspeed(folder)
+    if other := [*folder.glob("*.bin"), *folder.glob("*.pth"), *folder.glob("*.safetensors")]:
+        raise UserError(
+            f"{folder} holds {other[0].name}; weights must be model.safetensors (or shards with "
+            "model.safetensors.index.json): save them again with save_pretrained"
+        )
+    return None
+
+
+def weights_in(files: list[Path]) -> Weights:
+    """The weights in all of these files of a folder."""
+    places = {}
+    for file in files:
+        with _open(file) as opened:
+            places |= dict.fromkeys(opened.keys(), file)
+    return Weights(files[0].parent, places)
+
+
+def loading(weights: Weights | None, shares: int):
+    """A context manager that shows the progress of reading one of `shares` equal shares."""
+    if weights is None:
+        return contextlib.nullcontext()
+    share = weights.bytes / shares
+    return watched("loading weights", share, lambda: min(weights.bytes_read, share))
+
+
+def fingerprint(config) -> str:
+    """A digest of the model's configuration, wherever it was read from."""
+    return hash_of({k: v for k, v in config.to_dict().items() if k != "_name_or_path"})[:12]
+
+
+def identity_of(name: str, folder: Path, weights: Weights | None, seed: int, device: str) -> dict:
+    """What adapters belong to. name: of the model, as given. Random weights are known by their seed
+    and by the device that draws them."""
+    local = Path(os.path.expanduser(name)) == folder
+    base = {"path": str(folder.absolute()) if local else name}
+    if weights:
+        return base | {"weights": weights.digest()}
+    return base | {"weights": "random", "seed": seed, "drawn on": device}
+
+
+QUANTISED = ("bits", "values")  # of an identity: how the weights were used
+
+
+def same_base(a: dict, b: dict) -> bool:
+    """Whether two identities are of the same weights, wherever they lie."""
+    return a | {"path": ""} == b | {"path": ""}
+
+
+def base_digest(base: dict) -> str:
+    """A digest of an identity, wherever its weights lie and in however many bits they were used."""
+    return hash_of({k: v for k, v in base.items() if k not in QUANTISED} | {"path": ""})[:16]
+
+
+def refuse_other_adapters(path: Path, before: dict | None, now: dict | None) -> None:
+    """Raise UserError unless a run and its checkpoint train the same adapters, or none. before: of
+    the checkpoint, now: of the run; both are what `Lora.facts` returns."""
+    if before and not now:
+        raise UserError(
+            f"{path} holds adapters: resume with fsdp/train_fsdp.py and --lora_rank "
+            f"{before['rank']}, or export it with --merge and train that"
+        )
+    if now and not before:
+        raise UserError(
+            f"{path} holds a whole model, no adapters: drop --lora_rank, or export it and "
+            "train adapters of that"
+        )
+    if not now:
+        return
+    bits = [of["base"].get("bits", 16) for of in (before, now)]
+    if bits[0] != bits[1]:
+        raise UserError(
+            f"{path} holds adapters over a base in {bits[0]} bits: "
+            f"{'add' if bits[0] == 4 else 'drop'} --base_bits 4"
+        )
+    # the values of 4 bits are compared once they are there
+    bases = [{k: v for k, v in of["base"].items() if k != "values"} for of in (before, now)]
+    if not same_base(*bases):
+        changes = "; ".join(differences(*bases))
+        raise UserError(f"{path} holds adapters of another base: {changes}")
+    same = ("rank", "alpha", "targets")
+    if changes := differences({k: before[k] for k in same}, {k: now[k] for k in same}):
+        hint = ""
+        if before["targets"] != now["targets"]:
+            hint = f"; to resume them: --lora_targets {','.join(before['targets'])}"
+        raise UserError(f"{path} holds other adapters: {'; '.join(changes)}{hint}")
+
+
+def not_started(before, now: dict) -> str:
+    """What a resumed run says of --adapter. before: the checkpoint's `start`, if any; now: its."""
+    text = f"resume: adapters continue from the checkpoint, not from {now['path']}"
+    match before:
+        case {"path": path, "values": values} if values != now["values"]:
+            return f"{text}: they started from other values, of {path}"
+        case {"values": _}:
+            return f"{text}, where they started"
+    return f"{text}: they started without --adapter"

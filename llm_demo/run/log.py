@@ -1,0 +1,219 @@
+"""What a run prints and records: the console, train.log, metrics.jsonl, trackers, the folder."""
+
+import contextlib
+import importlib
+import json
+import os
+from pathlib import Path
+
+import torch
+
+from llm_demo.core.errors import UserError, printable
+from llm_demo.core.mesh import World
+from llm_demo.flags.args import Args
+from llm_demo.machine.dist import from_rank0
+from llm_demo.machine.files import disk_full, finite, write_text
+from llm_demo.machine.secrets import without_given_secrets
+from llm_demo.machine.text import counted, progress
+from llm_demo.run.folder import choose_folder, describe_run, number, read_records
+from llm_demo.run.lock import (
+    described,
+    folder_gone,
+    lock_folder,
+    open_log,
+    put_back,
+    reopened,
+    take_folder,
+)
+
+
+class Log:
+    """Writes to a run's folder and the console. Every rank calls; only rank 0 writes and prints."""
+
+    def __init__(self, args: Args, world: World, script: str):
+        self.args, self.world = args, world
+        self.is_main = world.rank == 0
+        self.tracker = Tracker(args.report_to)
+        self.folder = from_rank0(world, lambda: choose_folder(args, script))
+        self.settings = dict(vars(args))  # for config.json: flags as resolved
+        self.lock = self.file = self.metrics = None
+        self.described = {}  # what is put back if someone deletes it
+        self.early, self.early_records = [], []  # until the folder exists
+        from_rank0(world, self._lock)
+
+    def _lock(self) -> None:
+        self.lock = lock_folder(self.folder, self.args)
+
+    def resolved(self, **settings) -> None:
+        """Record settings that the flags left open, and the script's `parallelism`: a few words
+        for the report and the model card."""
+        self.settings |= settings
+
+    def say(self, text: str, shown: str | None = None) -> None:
+        """Print a line on rank 0 and write it to train.log. shown: what to print instead of it; "":
+        nothing."""
+        if not self.is_main:
+            return
+        text = printable(without_given_secrets(text))
+        if self.file is None:
+            self.early.append(text)
+        else:
+            with self.writing():
+                print(text, file=self.file, flush=True)
+        if shown != "":
+            print(shown or text, flush=True)
+
+    def decided(self, decision: tuple):
+        """The value of a decision, whose lines are logged. decision: (value, lines)."""
+        value, lines = decision
+        for line in lines:
+            self.say(line)
+        return value
+
+    def record(self, record: dict) -> None:
+        """Append an object to metrics.jsonl, and to the tracker."""
+        if not self.is_main:
+            return
+        if self.file is None:
+            self.early_records.append(record)
+            return
+        with self.writing():
+            print(json.dumps(finite(record)), file=self.metrics, flush=True)
+            self.tracker.add(self.folder, record)
+
+    @contextlib.contextmanager
+    def writing(self):
+        """Turn a failed write, or a folder that was deleted, into a UserError of one line."""
+        try:
+            self._check()
+            yield
+        except OSError as e:
+            self._check()
+            reason = disk_full(e, self.folder) or f"{e.strerror or e}: {e.filename or self.folder}"
+            raise UserError(f"--output_dir {self.folder}: {reason}") from e
+
+    def gone(self) -> bool:
+        """Whether the folder was deleted, moved or replaced. Other ranks only see it is missing."""
+        return not (self.lock.of_folder() if self.file else self.folder.is_dir())
+
+    def _check(self) -> None:
+        if self.file and self.gone():
+            raise UserError(folder_gone(self.folder))
+
+    def restore(self) -> None:
+        """Put back what someone has deleted from the run's folder, with one for checkpoints. Rank
+        0. Raises UserError if the folder itself is gone, or another run has taken it."""
+        if not self.file:
+            return
+        with self.writing():
+            if self.args.save:
+                self.lock.make_folder("checkpoints")
+            missing = put_back(self.lock, self.described)
+            self.file, log_lost = reopened(self.file, self.folder / "train.log")
+            self.metrics, metrics_lost = reopened(self.metrics, self.folder / "metrics.jsonl")
+        missing += ["train.log"] * log_lost + ["metrics.jsonl"] * metrics_lost
+        if missing:
+            self.say(
+                f"warning: {self.folder}: deleted during the run and now written again: "
+                f"{', '.join(missing)}"
+            )
+
+    def remember(self) -> None:
+        """Keep what describes the run, to put it back. Rank 0."""
+        self.described = described(self.folder)
+
+    def open(self, resumed_at: int) -> list[dict]:
+        """Create the folder with config.json, env.json and cmd.sh. Every rank calls.
+
+        Returns, on rank 0, the steps up to `resumed_at` that metrics.jsonl already holds. Called
+        after the first step: a run that is refused or fails before that must neither empty an old
+        run nor leave a folder that blocks the next attempt."""
+        earlier = []
+
+        def make():
+            with self.writing():
+                self.lock = take_folder(self.folder, self.args, self.lock)
+                if (self.folder / "metrics.jsonl").exists():
+                    earlier.extend(self._forget_steps_after(resumed_at))
+                settings = {**self.settings, "output_dir": str(self.folder)}
+                describe_run(self.folder, settings, self.world)
+                self.remember()
+                self.metrics = open_log(self.folder / "metrics.jsonl")
+                self.file = open_log(self.folder / "train.log")
+                print(*self.early, sep="\n", file=self.file, flush=True)
+            for record in self.early_records:
+                self.record(record)
+
+        torch.get_device_module(self.world.device).synchronize()
+        torch.distributed.all_reduce(torch.zeros(1))  # on the CPU: waits for all ranks
+        from_rank0(self.world, make)
+        return earlier
+
+    def _forget_steps_after(self, step: int) -> list[dict]:
+        """Drop the records after `step` from metrics.jsonl, left by a killed run, and lines that
+        are no records."""
+        file = self.folder / "metrics.jsonl"
+        lines, broken = read_records(file)
+        if step and broken:
+            self.say(f"resume: {counted(broken, 'unreadable line')} of metrics.jsonl removed")
+        kept = [(line, r) for line, r in lines if r["step"] <= step] if step else []
+        write_text(file, "".join(f"{line}\n" for line, _ in kept))
+        return [
+            {**r, "train/loss": number(r["train/loss"])}  # null: it was not finite
+            for _, r in kept
+            if "train/loss" in r and isinstance(r.get("perf/peak_mem_gb"), list)
+        ]
+
+    progress = staticmethod(progress)
+
+    def close(self) -> None:
+        """End the log of a run that is complete or stopped. Every rank may call."""
+        if self.is_main:
+            self.tracker.close()  # else a run that was stopped would appear as crashed
+            self.file.close()
+            self.metrics.close()
+            self.lock.close()
+
+
+class Tracker:
+    """Sends a run's numbers to TensorBoard or Weights & Biases, if asked. name: of --report_to,
+    whose package is imported only then."""
+
+    def __init__(self, name: str):
+        self.name, self.writer, self.newest = name, None, 0
+        package = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}.get(name)
+        try:
+            self.package = package and importlib.import_module(package)
+        except ImportError as e:
+            raise UserError(f"--report_to {name}: run pip install {name}") from e
+
+    def add(self, folder: Path, record: dict) -> None:
+        """Send the numbers of a record: of a list, such as one of each rank, the largest."""
+        if not self.package:
+            return
+        self.writer = self.writer or self._open(folder)
+        values = {k: max(v) if isinstance(v, list) and v else v for k, v in record.items()}
+        values = {k: v for k, v in values.items() if isinstance(v, (int, float)) and k != "step"}
+        if self.name == "wandb":
+            # a checkpoint is reported steps later, when it is written; wandb drops earlier steps
+            self.newest = max(self.newest, record["step"])
+            self.writer.log(values, step=self.newest)
+            return
+        for key, value in values.items():
+            self.writer.add_scalar(key, value, record["step"])
+        self.writer.flush()
+
+    def _open(self, folder: Path):
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+        if self.name == "wandb":
+            project = os.environ.get("WANDB_PROJECT", "llm_demo")
+            return self.package.init(project=project, name=folder.name, dir=folder, config=config)
+        writer = self.package.SummaryWriter(folder / "tb")
+        rows = "\n".join(f"| {key} | {value} |" for key, value in config.items())
+        writer.add_text("config", f"| setting | value |\n|---|---|\n{rows}")
+        return writer
+
+    def close(self) -> None:
+        if self.writer:
+            self.writer.finish() if self.name == "wandb" else self.writer.close()
+        self.writer = None

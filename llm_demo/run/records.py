@@ -1,0 +1,398 @@
+"""What a run records of its steps: metrics.jsonl, the line of a step, its history and summary."""
+
+import itertools
+import math
+import re
+import shutil
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from llm_demo.core.errors import UserError
+from llm_demo.core.mesh import World
+from llm_demo.core.timer import Timings, peak_host_gb
+from llm_demo.flags.args import Args, less_memory, parse_steps
+from llm_demo.machine.device import peak_tflops, this_device
+from llm_demo.machine.files import finite
+from llm_demo.machine.profiling import StepProfiler, waiting
+from llm_demo.machine.text import counted
+from llm_demo.run.folder import WARMUP, last_checkpoint, median, of_ranks, peaks_of
+from llm_demo.run.log import Log
+
+SETTLED = 3  # steps after which the allocator should have all that a step needs
+COLUMNS = ("micro_bsz", "GA", "ckpt", "dtype", "step_ms", "comm_ms", "toks/s", "peak_mem(G)")
+TIMES = ("perf/comm_ms", "perf/comm_exposed_ms", "perf/comm_wait_ms")  # None: not measured
+MEDIANS = ("step_ms", "data_ms", "toks_per_s", "label_toks_per_s", "slots_per_s")
+
+
+class History:
+    """What a run has done so far. A checkpoint keeps the totals and the evaluations."""
+
+    def __init__(self):
+        self.first_step = self.step = 0  # the last step before this process; the latest step
+        self.tokens = self.label_tokens = 0
+        self.records, self.evals = [], []  # logged steps; (step, held-out loss)
+        self.exact = []  # (step, share of the held-out rows answered exactly)
+        self.doubts = {}  # step -> doubt of each rank's communication time, see timer.py
+
+    def resume(self, facts: dict) -> None:
+        """Continue from a checkpoint's facts."""
+        self.first_step = self.step = facts["step"]
+        self.tokens, self.label_tokens = facts["tokens"], facts["label_tokens"]
+        self.evals = [tuple(pair) for pair in facts["evals"]]
+        self.exact = [tuple(pair) for pair in facts["exact"]]
+
+    def facts(self, step: int) -> dict:
+        """What a checkpoint of this step keeps, to resume and to find the best one."""
+        return {
+            "tokens": self.tokens,
+            "label_tokens": self.label_tokens,
+            "evals": list(self.evals),
+            "exact": list(self.exact),
+            "eval_loss": dict(self.evals).get(step),
+        }
+
+
+class Records:
+    """Logs steps and evaluations. Every rank calls every method; what they exchange goes over the
+    CPU. A step is logged one logged step later, when the device has surely come past it.
+
+    first_step: the last step before this process. dtype: the compute dtype."""
+
+    def __init__(
+        self, args: Args, world: World, log: Log, first_step: int, max_steps: int,
+        dtype: torch.dtype,
+    ):  # fmt: skip
+        self.args, self.world, self.log = args, world, log
+        self.max_steps = max_steps
+        device = this_device(world.device.index or 0)
+        self.peak = args.peak_tflops or peak_tflops(device, dtype)
+        self.history, self.gather = History(), Gather(world)
+        self.pending = None  # a logged step that is not read yet
+        self.bad_steps, self.unchecked, self.copied = 0, [], []
+        self.warned = False
+        self.hidden = None  # what no line of a step shows; known once there is one
+        steps = parse_steps(args.profile_steps)
+        self.profiler, self.figures = None, None
+        if steps and not first_step < steps[0] <= steps[1] <= max_steps:
+            log.say(
+                f"--profile_steps {args.profile_steps}: nothing is profiled, since this run has "
+                f"steps {first_step + 1} to {max_steps}"
+            )
+        elif steps:
+            self.profiler = StepProfiler(steps, world)
+
+    def open(self) -> None:
+        """Create the run's folder, and read what metrics.jsonl holds of the steps before."""
+        self.history.records += self.log.open(self.history.first_step)
+
+    def logs(self, step: int) -> bool:
+        """Whether step `step` (from 1) is logged."""
+        of_profile = self.profiler and step in (self.profiler.first - 1, self.profiler.last)
+        return bool(of_profile) or step % self.args.log_every == 0 or step == self.max_steps
+
+    def add(
+        self, step: int, n_tokens: int, n_labels: int, lr: float,
+        read: Callable[[], Timings] | None, loss: torch.Tensor, norm: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Add optimizer step `step` (from 1). Raises UserError, on every rank, after
+        --max_skipped_steps consecutive steps with a non-finite loss or norm.
+
+        n_tokens, n_labels: over all ranks. read: of StepTimer.end, None if the step is not logged.
+        loss: this rank's share; norm: the same on every rank; 0-dim tensors on the device."""
+        history = self.history
+        if step == history.first_step + 1:
+            self.open()
+        history.step = step
+        history.tokens += n_tokens
+        history.label_tokens += n_labels
+        if self.args.log_every > 1:
+            self._watch(step, loss.detach() + norm)
+        if read:
+            self.flush()
+            self.pending = step, history.tokens, history.label_tokens, lr, read
+            if step == self.max_steps:
+                self.flush()
+
+    def flush(self) -> None:
+        """Log the pending step."""
+        if self.pending:
+            previous, self.pending = self.pending, None
+            self._log_step(*previous)
+
+    def add_eval(self, step: int, loss: float, right: int, rows: int) -> None:
+        """Log an evaluation. right: held-out rows answered exactly."""
+        self.flush()
+        self.history.evals.append((step, loss))
+        self.history.exact.append((step, right / rows))
+        self.log.record({"step": step, "eval/loss": loss, "eval/exact": right / rows})
+        self.log.say(
+            f"step {step}/{self.max_steps} | held-out loss {loss:.4f} | {right / rows:.1%} of "
+            f"{counted(rows, 'row')} answered exactly"
+        )
+
+    def profile(self, step: int) -> bool:
+        """Start the profiler if `step` is the first to profile, or stop it after the last. Returns
+        whether it did, which takes time."""
+        if not self.profiler or step not in (self.profiler.first, self.profiler.last + 1):
+            return False
+        self.flush()
+        if step == self.profiler.first:
+            self.profiler.start()
+            return True
+        with self.log.writing():
+            self.figures = self.profiler.stop(self.log.folder)
+        first, last = self.profiler.first, self.profiler.last
+        self.figures["timer"] = timed_while_profiled(self.history, first, last)
+        self.log.say(f"profile: {self.log.folder}/profile.txt")
+        return True
+
+    def ended(self) -> tuple[dict | None, list[float]]:
+        """(the profiler's figures or None, each rank's peak host memory in 2**30 bytes)."""
+        host = [None] * self.world.size
+        dist.all_gather_object(host, round(peak_host_gb(), 3))
+        return self.figures, host
+
+    def _log_step(self, step: int, tokens: int, label_tokens: int, lr: float, read) -> None:
+        t = read()
+        numbers = {name: value if name == "moe/load" else float(value)
+                   for name, value in t.numbers.items()}  # fmt: skip
+        loss, norm = numbers.pop("loss"), numbers.pop("norm")
+        mine = [loss, *t.memory, t.busy, t.exposed, t.doubt, t.data]
+        ranks, wait = self.gather.step(mine, t.operations)
+        share, memory, reserved, retries, busy, exposed, doubt, data = zip(*ranks, strict=True)
+        self.history.doubts[step] = doubt
+        steps, flops = t.counts["steps"], t.counts["flops"] / t.seconds / self.world.size
+        comm = busy, exposed, [ms / steps for ms in wait]
+        comm = [[round(ms, 3) for ms in of_ranks] for of_ranks in comm]
+        comm = comm if self.args.comm_timer else [None] * len(TIMES)
+        record = {
+            "step": step,
+            "train/loss": math.fsum(share),
+            "train/grad_norm": norm,
+            "train/lr": lr,
+            "train/skipped": not math.isfinite(norm),
+            "perf/step_ms": t.seconds * 1e3 / steps,
+            "perf/comm_ms": comm[0],
+            "perf/comm_exposed_ms": comm[1],
+            "perf/comm_wait_ms": comm[2],
+            "perf/data_ms": round(max(data), 3),
+            "perf/toks_per_s": t.counts["tokens"] / t.seconds,
+            "perf/label_toks_per_s": t.counts["labels"] / t.seconds,
+            "perf/slots_per_s": t.counts["slots"] / t.seconds,
+            "perf/mfu": flops / (self.peak * 1e12) if self.peak else None,
+            "perf/peak_mem_gb": [round(x, 3) for x in memory],
+            "perf/reserved_gb": [round(x, 3) for x in reserved] if any(reserved) else None,
+            "perf/alloc_retries": list(map(int, retries)) if any(reserved) else None,
+            "data/tokens": tokens,
+            "data/label_tokens": label_tokens,
+            "data/fill": t.counts["tokens"] / t.counts["slots"],
+        }
+        if (load := numbers.pop("moe/load", None)) is not None:
+            # for each block: the largest load over the mean, and the share of experts without load
+            most, mean = load.max(1).values, load.double().mean(1)
+            record["moe/load"] = [round(x, 3) for x in (most / mean).tolist()]
+            record["moe/idle"] = [round(x, 4) for x in (load == 0).double().mean(1).tolist()]
+        record |= numbers
+        self.history.records.append(record)
+        self.log.record(record)
+        self._say(record)
+        if self.args.log_every == 1:
+            bad = not math.isfinite(record["train/loss"]) or record["train/skipped"]
+            self._count(step, bad)
+
+    def _say(self, record: dict) -> None:
+        """Print the line of a step, and what is wrong with it."""
+        step, retries = record["step"], max(record["perf/alloc_retries"] or [0])
+        if record["train/skipped"]:
+            self.log.say(f"step {step}: the gradient norm is not finite, so all ranks skip it")
+        if retries and not self.warned:
+            self.warned = True
+            self.log.say(
+                f"warning: GPU memory ran out {counted(retries, 'time')} up to step {step}. Each "
+                "time PyTorch freed its cache and waited for the GPU (0.2 s for 8B on H100). "
+                f"Use less memory: {less_memory(self.args)}"
+            )
+        fields = self._fields(record)
+        if self.hidden is None:
+            self.hidden = beyond_terminal([f"step {self.max_steps}/{self.max_steps}", *fields[1:]])
+        self.log.say(" | ".join(fields), shown=" | ".join(without(fields, self.hidden)))
+
+    def _fields(self, r: dict) -> list[str]:
+        """The parts of the line of a step."""
+        left = timedelta(seconds=int((self.max_steps - r["step"]) * r["perf/step_ms"] / 1e3))
+        eta = f"eta {left}".replace("eta 0:", "eta ").replace("eta 0", "eta ")
+        comm = f"{max(r['perf/comm_ms']):.0f}" if r["perf/comm_ms"] else "n/a"
+        labels = _kilo(r["perf/label_toks_per_s"])
+        return [
+            f"step {r['step']}/{self.max_steps}",
+            f"loss {r['train/loss']:.4f}",
+            *([f"load {max(r['moe/load']):.1f}x"] if "moe/load" in r else []),
+            f"gnorm {r['train/grad_norm']:.2f}",
+            f"lr {r['train/lr']:.1e}",
+            f"{r['perf/step_ms']:.0f} ms (comm {comm})",
+            f"{_kilo(r['perf/toks_per_s'])} tok/s ({labels} labels)",
+            *([f"mfu {r['perf/mfu']:.1%}"] if self.peak else []),
+            f"mem {max(r['perf/reserved_gb'] or r['perf/peak_mem_gb']):.1f} GiB",
+            eta,
+        ]
+
+    def _watch(self, step: int, value: torch.Tensor) -> None:
+        """If not every step is logged, check all steps for non-finite values, in groups, some steps
+        later. value: not finite if this rank's loss or the norm is not."""
+        limit = self.args.max_skipped_steps
+        if not limit:
+            return
+        self.unchecked.append(value)
+        if len(self.unchecked) == max(1, min(limit // 2, 10)) or step == self.max_steps:
+            values = torch.stack(self.unchecked).to("cpu", non_blocking=True)
+            event = torch.get_device_module(self.world.device).Event()
+            event.record()
+            self.copied.append((step, values, event))
+            self.unchecked = []
+            while len(self.copied) > (step < self.max_steps):
+                last, values, event = self.copied.pop(0)
+                event.synchronize()
+                ranks = self.gather.floats(values.tolist())
+                for n, row in enumerate(zip(*ranks, strict=True), last + 1 - len(values)):
+                    self._count(n, not all(map(math.isfinite, row)))
+
+    def _count(self, step: int, bad: bool) -> None:
+        self.bad_steps = self.bad_steps + 1 if bad else 0
+        if self.bad_steps >= self.args.max_skipped_steps > 0:
+            raise UserError(
+                f"loss or gradient norm not finite in {self.bad_steps} steps in a row, up to step "
+                f"{step} (--max_skipped_steps): check the data, try a lower --lr or --dtype fp32;"
+                f" {last_checkpoint(self.log.folder)}"
+            )
+
+
+# Parts of the line of a step that a narrow terminal does not show, the first to go first.
+DETAILS = (
+    r" \(.* labels\)", r" \(comm .*\)", "load .*", "gnorm .*", "mfu .*", "lr .*", ".* tok/s.*",
+    "mem .*",
+)  # fmt: skip
+
+
+def beyond_terminal(fields: list[str]) -> tuple[str, ...]:
+    """Those of DETAILS for which the terminal has no room in a line of these fields."""
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
+    counts = range(len(DETAILS))
+    fits = (n for n in counts if len(" | ".join(without(fields, DETAILS[:n]))) <= columns)
+    return DETAILS[: next(fits, len(DETAILS))]
+
+
+def without(fields: list[str], details: Iterable[str]) -> list[str]:
+    """The fields without these details."""
+    for detail in details:
+        fields = [re.sub(f"{detail}$", "", field) for field in fields]
+    return [field for field in fields if field]
+
+
+def _kilo(n: float) -> str:
+    return f"{n / 1e3:.1f}k" if n >= 1e3 else f"{n:.0f}"
+
+
+class Gather:
+    """Gathers numbers on all ranks, over the CPU group, so nothing waits for the device."""
+
+    def __init__(self, world: World):
+        self.world, self.keys, self.all_keys = world, None, [[]]  # names of operations
+
+    def floats(self, mine: list[float]) -> list[list[float]]:
+        """Every rank's list; all have the same length."""
+        send = torch.tensor(mine, dtype=torch.float64)
+        ranks = [torch.empty_like(send) for _ in range(self.world.size)]
+        dist.all_gather(ranks, send)
+        return [x.tolist() for x in ranks]
+
+    def step(self, mine: list[float], operations: dict) -> tuple[list[list[float]], list[float]]:
+        """(every rank's `mine`, each rank's `waiting` in ms). operations: this rank's {operation:
+        (start, end)}. Usually one exchange; each makes the host wait for the others."""
+        # Steps repeat the same operations, so their names are exchanged only when they change.
+        names = list(operations)
+        changed = names != self.keys
+        times = [] if changed else [ms for span in operations.values() for ms in span]
+        longest = 2 * max(map(len, self.all_keys))
+        rows = self.floats([changed, *mine, *times, *[0.0] * (longest - len(times))])
+        if any(row[0] for row in rows):
+            self.keys, self.all_keys = names, [None] * self.world.size
+            dist.all_gather_object(self.all_keys, self.keys)
+            return self.step(mine, operations)
+        at = 1 + len(mine)
+        ranks = [
+            dict(zip(keys, zip(row[at::2], row[at + 1 :: 2], strict=True), strict=False))
+            for keys, row in zip(self.all_keys, rows, strict=True)
+        ]
+        return [row[1:at] for row in rows], waiting(ranks)
+
+
+def summarise(
+    history: History, settings: dict, seconds: float, peak_tflops, profile, host: list[float]
+) -> dict:
+    """The contents of summary.json. settings: resolved flags. profile: the profiler's figures or
+    None. host: each rank's peak host memory."""
+    records = history.records
+    # Earlier processes may have been another script's, or more or fewer.
+    n_ranks = len(records[-1]["perf/peak_mem_gb"])
+    alike = [r for r in records if len(r["perf/peak_mem_gb"]) == n_ranks]
+    steps = [r for r in records if r["step"] > history.first_step] or alike
+    losses = [r["train/loss"] for r in records]
+    times = [r["perf/step_ms"] for r in steps[WARMUP:] or steps]
+    medians = {key: median(steps, f"perf/{key}") for key in MEDIANS}
+    times_of_ranks = {key: [round(ms, 3) for ms in of_ranks(steps, key)] or None for key in TIMES}
+    comm = times_of_ranks["perf/comm_ms"]
+    row = (
+        settings["micro_batch_size"], settings["grad_accum_steps"],
+        "T" if settings["use_activation_checkpointing"] else "F", settings["dtype"],
+        f"{medians['step_ms']:.0f}", f"{max(comm):.0f}" if comm else "n/a",
+        f"{medians['slots_per_s']:.0f}", " / ".join(f"{m:.1f}" for m in peaks_of(records[-1])),
+    )  # fmt: skip
+    return {
+        "steps": records[-1]["step"],
+        "seconds": seconds,
+        "tokens": history.tokens,
+        "label_tokens": history.label_tokens,
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        "best_loss": min((x for x in losses if math.isfinite(x)), default=None),
+        "eval_loss": finite(dict(history.evals)),
+        "eval_exact": dict(history.exact),
+        "skipped_steps": sum(r.get("train/skipped") is True for r in records),
+        "spread_step_ms": [min(times), max(times)],
+        **{key.replace("perf/", "median_"): ranks for key, ranks in times_of_ranks.items()},
+        **{f"median_{key}": value for key, value in medians.items()},
+        "mfu": median(steps, "perf/mfu") if peak_tflops else None,
+        "peak_tflops": peak_tflops,
+        "profile": profile,
+        "peak_mem_gb": records[-1]["perf/peak_mem_gb"],
+        "reserved_gb": records[-1].get("perf/reserved_gb"),
+        "alloc_retries": retries_of(steps),
+        "late_alloc_retries": retries_of(
+            after
+            for before, after in itertools.pairwise(steps)
+            if before["step"] >= history.first_step + SETTLED
+        ),
+        "peak_host_gb": host,
+        "row": dict(zip(COLUMNS, row, strict=True)),
+    }
+
+
+def retries_of(records: Iterable[dict]) -> int | None:
+    """The allocator's retries in these records, of the rank with most; None if not recorded."""
+    ranks = zip(*filter(None, (r.get("perf/alloc_retries") for r in records)), strict=True)
+    return max(map(sum, ranks), default=None)
+
+
+def timed_while_profiled(history: History, first: int, last: int) -> dict | None:
+    """The means of each rank's event timings over the profiled steps; None: not measured."""
+    same = [r for r in history.records if first <= r["step"] <= last]
+    if not all(r["perf/comm_ms"] for r in same):
+        return None
+    ranks = {k: zip(*(r[k] for r in same), strict=True) for k in TIMES}
+    ranks["doubt"] = zip(*(history.doubts[r["step"]] for r in same), strict=True)
+    return {k: [statistics.fmean(x) for x in of_ranks] for k, of_ranks in ranks.items()}

@@ -1,0 +1,388 @@
+"""Save, prune and resume the checkpoints of a run."""
+
+import contextlib
+import math
+import os
+import shlex
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
+
+from llm_demo.core.errors import Stopped, UserError
+from llm_demo.core.mesh import World, local_part, on_device
+from llm_demo.flags.args import Args
+from llm_demo.machine.device import free_host_memory, pin
+from llm_demo.machine.dist import from_rank0, lost_peer, on_all_ranks, timeout
+from llm_demo.machine.files import PART
+from llm_demo.machine.process import stop_signals
+from llm_demo.machine.text import differences, resume, size_of, watched
+from llm_demo.model.weights_files import not_started, refuse_other_adapters
+from llm_demo.run import checkpoint_files
+from llm_demo.run.folder import last_checkpoint, published
+from llm_demo.run.lock import folder_gone
+from llm_demo.run.log import Log
+
+# a change of these settings on resume is logged, since it may be intended
+SETTINGS = (
+    "lr_scheduler", "warmup_steps", "weight_decay", "max_grad_norm", "dtype", "lr", "max_steps",
+    "eval_json", "router_aux_loss", "router_bias_update", "psgd_rank", "psgd_start",
+    "lora_dropout", "freeze_router", "optim_state", "fp8",
+)  # fmt: skip
+
+
+class Saver:
+    """Saves, prunes and resumes a run's checkpoints.
+
+    identity: what the rows of a step depend on. copies: the tensors to save are already copies on
+    the CPU (gathered by a pipeline's replicas), not the trained ones. adapters: Lora.facts() if the
+    run trains those instead of the model. model: its configuration. describe(): called on rank 0
+    once this run owns the folder, to write what an export needs beside the weights."""
+
+    def __init__(
+        self,
+        args: Args, world: World, log: Log, identity: dict, *, copies: bool = False,
+        adapters: dict | None = None, model: dict | None = None,
+        describe: Callable[[], None] = lambda: None,
+    ):  # fmt: skip
+        self.args, self.world, self.log = args, world, log
+        self.identity, self.copies, self.describe = identity, copies, describe
+        self.adapters, self.model = adapters, model or {}
+        self.in_background = args.save_async
+        self.folder = log.folder / "checkpoints"
+        self.settings = {k: log.settings[k] for k in SETTINGS if k in log.settings}
+        # its own group: the writing thread communicates while the ranks train
+        self.group = dist.new_group(backend="gloo", timeout=timeout())
+        self.thread = self.problem = None
+        self.published = None  # a checkpoint that is to be logged
+        self.staged, self.meshes, self.reserving = {}, {}, None
+        self.stop = False  # a signal has asked the run to stop
+        if args.save and world.local_size < world.size:
+            self._require_shared_folder()
+        started = time.perf_counter()
+        self.path = checkpoint_files.find_checkpoint(args.resume, log.folder, world, log.say)
+        # the checkpoint is of this run's folder, not of another run
+        self.continues = self.path is not None and self.path.parent == self.folder
+        self.seconds = time.perf_counter() - started
+        self.facts, self.first_step = {}, 0
+        if self.path:
+            self.facts = from_rank0(world, lambda: checkpoint_files.checked_facts(self.path))
+            self.first_step = self.facts["step"]
+            refuse_other_adapters(self.path, self.facts.get("adapters"), self.adapters)
+            if start := (self.adapters or {}).get("start"):
+                log.say(not_started(self.facts["adapters"].get("start"), start))
+            self._compare_models()
+            self._compare()
+
+    def _compare_models(self) -> None:
+        """Raise UserError if the checkpoint's model has another configuration. Only entries that
+        both have are compared: another version of transformers may have more."""
+        before = {k: v for k, v in self.facts.get("model", {}).items() if k in self.model}
+        changes = differences(before, {k: self.model[k] for k in before})
+        if not changes:
+            return
+        text = f"{self.path}: the model's configuration has changed: {'; '.join(changes)}"
+        if self.adapters:
+            raise UserError(f"{text}; adapters belong to the model that they were trained on")
+        self._refuse(text)
+
+    def _refuse(self, text: str, advice: str = "") -> None:
+        """Raise UserError, or only log the difference with --resume_anyway."""
+        if not self.args.resume_anyway:
+            raise UserError(f"{text}; {advice}to continue anyway, add --resume_anyway")
+        self.log.say(f"resume: {text}; continuing because of --resume_anyway")
+
+    def _compare(self) -> None:
+        """Raise UserError if the checkpoint is of different rows; log settings that differ."""
+        # "reading": counts that the checksum of tokens and labels has replaced
+        before = {k: v for k, v in self.facts.get("identity", {}).items() if k != "reading"}
+        if changes := differences(before, self.identity):
+            text = f"{self.path} was trained on different rows: {'; '.join(changes)}"
+            advice = self._as_many_rows(before)
+            if any("data file" in change for change in changes):
+                before_in = self.path.parent.parent / "config.json"
+                text += f" (now --train_json {self.args.train_json}; before: see {before_in})"
+                flag = "adapter" if self.adapters else "model_name_or_path"
+                advice += (
+                    f"to train its model on other data, export it (python -m llm_demo.export "
+                    f"{shlex.quote(str(self.path))} OUT) and start a new run with --{flag} OUT; "
+                )
+            self._refuse(text, advice)
+        before = self.facts.get("settings", {})
+        frozen = [bool(values.get("freeze_router")) for values in (before, self.settings)]
+        if frozen[0] != frozen[1]:
+            raise UserError(
+                f"{self.path}: --freeze_router was {frozen[0]}, is {frozen[1]}: AdamW's states of "
+                "the routers would be missing"
+            )
+        # What only another script has, at its default, is no change; all those defaults are falsy.
+        before = {k: value for k, value in before.items() if value or k in self.settings}
+        if changes := differences(before, {k: self.settings.get(k) for k in before}):
+            self.log.say(f"resume: settings changed: {'; '.join(changes)}")
+
+    def _as_many_rows(self, before: dict) -> str:
+        """How to have as many rows a step as the checkpoint, if that is what differs."""
+        rows, now = (identity.get("rows of a step") for identity in (before, self.identity))
+        if rows in (now, None):
+            return ""
+        accum, rest = divmod(rows * self.args.grad_accum_steps, now)
+        return "" if rest or not accum else f"--grad_accum_steps {accum} makes it {rows}; "
+
+    def _require_shared_folder(self) -> None:
+        """Raise UserError, on all ranks, if a node can't see the run's folder to write its part.
+        Nothing is created or emptied yet, so an existing parent folder is tested."""
+
+        def make():
+            above = next(p for p in self.folder.absolute().parents if p.exists())
+            return Path(tempfile.mkdtemp(prefix=".seen-", dir=above))
+
+        def look():
+            for _ in range(50):  # 5 s, since a network file system may lag
+                if mark.exists():
+                    return
+                time.sleep(0.1)
+            raise OSError(
+                f"rank {self.world.rank} can't see {mark.parent}: set an --output_dir that all "
+                "nodes share, or add --save false"
+            )
+
+        mark = from_rank0(self.world, make)
+        try:
+            on_all_ranks(look, self.world)
+        except OSError as e:
+            raise UserError(str(e)) from None
+        finally:
+            if self.world.rank == 0:
+                mark.rmdir()
+
+    def load(self, tensors: dict) -> None:
+        """Fill tensors from the checkpoint that --resume found."""
+        started = time.perf_counter()
+        checkpoint_files.load(self.path, tensors, self.world, self.group, self.log.say)
+        load_rng(self.path, self.world)
+        seconds = self.seconds + time.perf_counter() - started
+        self.log.say(
+            f"resume: {self.path}, after step {self.first_step}, checked and read in "
+            f"{seconds:.2f} s"
+        )
+
+    def listen(self) -> None:
+        """From now on, a signal ends the run after the current step, with a checkpoint."""
+        if not self.args.save:
+            return
+        for number in stop_signals():
+            signal.signal(number, self._ask)
+
+    def own_folder(self, state: Callable[[], dict], last: bool) -> None:
+        """After the run's first step, which may be its `last`: describe the model, remove what an
+        earlier process left, prepare for saves in the background. state() -> {name: tensor}."""
+        if self.world.rank == 0:
+            self.describe()
+            self.log.remember()
+            self.tidy()
+        if self.args.save_every and self.in_background and not self.copies and not last:
+            self._reserve(state())
+
+    def tidy(self) -> None:
+        """Clean up the checkpoint folder, once this run owns it. Rank 0."""
+        for left in self.folder.glob(f"{PART}*"):  # left by a killed run
+            shutil.rmtree(left, ignore_errors=True)
+        for path in published(self.folder):
+            if int(path.name[-8:]) > self.first_step:  # skipped on resume: don't count it
+                aside = path.with_name(f"damaged_{path.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
+        if self.args.export != "none":  # from an earlier end of this run
+            shutil.rmtree(self.log.folder / "hf", ignore_errors=True)
+
+    def _ask(self, *_signal):
+        if self.world.rank == 0 and not self.stop:  # print() may be interrupted in a print()
+            with contextlib.suppress(OSError):  # the terminal may be closed
+                os.write(1, b"stopping: a checkpoint is saved after the step that is under way\n")
+        self.stop = True
+
+    def stop_asked(self) -> bool:
+        """Whether any rank has received a signal to stop. Every rank calls. Raises UserError, on
+        all of them, if a checkpoint could not be written."""
+        if not self.args.save:
+            return False
+        self._report()
+        stop = torch.tensor(2 if self.problem else int(self.stop))
+        dist.all_reduce(stop, dist.ReduceOp.MAX)  # on the CPU: the GPU keeps working
+        if stop == 2:
+            self.finish()
+        return bool(stop)
+
+    def stopped(self, where: str) -> Stopped:
+        """The end of a run that a signal has asked for, with how to continue."""
+        return Stopped(f"stopped {where}; to continue: {resume(self.log.folder)}")
+
+    def save(self, step: int, tensors: dict, facts: dict, wait: bool) -> None:
+        """Write a checkpoint, in the background unless `wait`. Training pauses until its tensors
+        are copied. Raises UserError if this checkpoint or the previous one can't be written."""
+        started = time.perf_counter()
+        self.finish()
+        from_rank0(self.world, self.log.restore)
+        self._refuse_non_finite(step, tensors)
+        tensors = {**tensors, **rng_state(self.world)}
+        facts = {"step": step, **facts, "identity": self.identity, "settings": self.settings}
+        facts |= {"model": self.model} | ({"adapters": self.adapters} if self.adapters else {})
+        name = f"step_{step:08d}"
+        if wait or not self.in_background:
+            # a sharded tensor is written once, even if several ranks have the same part
+            copies = [1 if isinstance(t, DTensor) else self.world.size for t in tensors.values()]
+            size = sum(n * t.nbytes for n, t in zip(copies, tensors.values(), strict=True))
+            part = self.folder / f"{PART}{name}"
+            with watched("saving", size, lambda: min(size, size_of(part))):
+                self._write(name, tensors, facts, started)
+            self.finish()
+        else:
+            work = (name, self._stage(tensors), facts, started, time.perf_counter())
+            self.thread = threading.Thread(target=self._write, args=work, daemon=True)
+            self.thread.start()
+
+    def _refuse_non_finite(self, step: int, tensors: dict) -> None:
+        """Raise UserError, on all ranks, if any rank has a non-finite weight or moment."""
+        local = {name: part for name, t in tensors.items() if (part := local_part(t)).numel()}
+        mine = None
+        if local:  # a rank may hold none
+            largest = torch._foreach_norm([*local.values()], math.inf)
+            finite = torch.stack(largest).isfinite().tolist()
+            mine = next((name for name, f in zip(local, finite, strict=True) if not f), None)
+        ranks = on_all_ranks(lambda: mine, self.world, self.group)
+        if name := next(filter(None, ranks), None):
+            raise UserError(
+                f"step {step}: {name} is not finite, so no checkpoint is written: try a lower --lr "
+                f"or --dtype fp32; {last_checkpoint(self.log.folder)}"
+            )
+
+    def finish(self) -> None:
+        """Wait for the checkpoint being written. Raises UserError if it can't be written."""
+        if self.thread:
+            self.thread.join()
+            self.thread = None
+        if self.problem:
+            raise self.problem
+        self._report()
+
+    def _report(self) -> None:
+        """Log the checkpoint, if the writing thread has just published one."""
+        if self.published:
+            (path, size, seconds, stall), self.published = self.published, None
+            record = {
+                "step": int(path.name[-8:]), "save/bytes": size,
+                "save/seconds": round(seconds, 3), "save/stall_s": round(stall, 3),
+            }  # fmt: skip
+            self.log.record(record)
+            self.log.say(
+                f"checkpoint: {path}, {size / 1e6:,.0f} MB in {seconds:.2f} s, training paused "
+                f"for {stall:.2f} s"
+            )
+
+    def _reserve(self, tensors: dict) -> None:
+        """Allocate memory for copies in the background, which takes seconds; pinned if they come
+        from a GPU. If the host is short of memory, checkpoints are written in the foreground."""
+        local = {name: local_part(t) for name, t in {**tensors, **rng_state(self.world)}.items()}
+        sizes = [-(-t.nbytes // 64) * 64 for t in local.values()]
+        room = 0.8 * free_host_memory()
+        short = torch.tensor(int(sum(sizes) * self.world.local_size > room))
+        dist.all_reduce(short, dist.ReduceOp.MAX)
+        if short:
+            self.in_background = False
+            self.log.say("checkpoints: too little host memory for copies, so training waits")
+            return
+
+        def reserve():
+            memory = torch.empty(sum(sizes), dtype=torch.uint8).zero_()
+            if any(t.is_cuda for t in local.values()):
+                torch.cuda.set_device(self.world.device)  # a new thread starts on device 0
+                if not pin(memory, self):
+                    self.log.say("checkpoints: memory can't be pinned, so copying is slow")
+            for (name, t), part in zip(local.items(), memory.split(sizes), strict=True):
+                self.staged[name] = part[: t.nbytes].view(t.dtype).view(t.shape)
+
+        self.reserving = threading.Thread(target=reserve, daemon=True)
+        self.reserving.start()
+
+    def _stage(self, tensors: dict) -> dict:
+        """Copy tensors to host memory, into the same buffers each time, pinned for a GPU."""
+        if self.copies:
+            return tensors
+        if self.reserving:
+            self.reserving.join()
+        copies = {}
+        for name, t in tensors.items():
+            local = local_part(t)
+            if name not in self.staged:
+                self.staged[name] = torch.empty_like(local, device="cpu")
+            copies[name] = self.staged[name].copy_(local, non_blocking=True)
+            if isinstance(t, DTensor):
+                mesh = self.meshes.get(t.device_mesh) or on_device(t.device_mesh, "cpu")
+                copies[name] = DTensor.from_local(
+                    copies[name], mesh, t.placements, shape=t.shape, stride=t.stride()
+                )
+        torch.get_device_module(self.world.device).synchronize()
+        return copies
+
+    def _write(self, name: str, tensors: dict, facts: dict, started, training_resumed=None) -> None:
+        part, final = self.folder / f"{PART}{name}", self.folder / name
+        try:
+            size = checkpoint_files.write(part, tensors, facts, self.world, self.group)
+
+            def show():
+                if self.world.rank == 0:
+                    checkpoint_files.publish(part, final)
+                    self._prune(name)
+
+            on_all_ranks(show, self.world, self.group)
+            now = time.perf_counter()
+            self.published = final, size, now - started, (training_resumed or now) - started
+        except (Exception, dcp.CheckpointException) as e:  # in a thread: reported at the next step
+            problem = f"checkpoint {final} can't be written: {checkpoint_files.reason_of(e, part)}"
+            self.problem = UserError(f"{problem}; {last_checkpoint(self.log.folder)}")
+            if self.log.gone():
+                self.problem = UserError(folder_gone(self.log.folder))
+            elif lost_peer(e):  # its end is what went wrong, not the writing
+                self.problem = RuntimeError(str(e))
+            if self.world.rank == 0:
+                shutil.rmtree(part, ignore_errors=True)
+
+    def _prune(self, newest: str) -> None:
+        """Keep the newest, the K newest, and the best by held-out loss; remove the rest. Rank 0."""
+        if not self.args.keep_last:
+            return
+        names = [path.name for path in published(self.folder)]
+        keep = {newest, *names[: self.args.keep_last]}
+        if self.args.keep_best:
+            evals = checkpoint_files.facts_of(self.folder / newest)["evals"]  # all of this run
+            losses = {f"step_{step:08d}": loss for step, loss in evals if math.isfinite(loss)}
+            keep |= {min((n for n in names if n in losses), key=losses.get, default=newest)}
+        for name in set(names) - keep:
+            (self.folder / name).rename(self.folder / f"{PART}{name}")
+            shutil.rmtree(self.folder / f"{PART}{name}", ignore_errors=True)
+
+
+def rng_state(world: World) -> dict[str, torch.Tensor]:
+    """{name: state} of this rank's random generators. Only --lora_dropout draws from them."""
+    state = {f"rng.cpu.{world.rank}": torch.get_rng_state()}
+    if world.device.type == "cuda":
+        state[f"rng.cuda.{world.rank}"] = torch.cuda.get_rng_state()
+    return state
+
+
+def load_rng(path: Path, world: World) -> None:
+    """Restore the generators, if the checkpoint has states for this rank."""
+    saved = checkpoint_files.read_metadata(path).state_dict_metadata
+    state = {n: t for n, t in rng_state(world).items() if n in saved and saved[n].size == t.shape}
+    checkpoint_files.read_tensors(path, state)
+    with contextlib.suppress(RuntimeError):  # from another kind of device
+        for name, t in state.items():
+            (torch.cuda if "cuda" in name else torch).set_rng_state(t)
