@@ -79,7 +79,7 @@ def held(args, config, compute, train, ranks: int, sharded: bool, spread: int = 
         optimizer += 4 * shard + 8 * min(shard, max(TOGETHER, embedding / ranks))
     host = offloaded(args, config, compute, shard, tokens)
     copies = state_bytes(args) * trained / ranks
-    copies *= bool(args.save and args.save_every and args.save_async)
+    copies *= bool(args.save and args.save_every)
     times = [(early, sums, LOSS), (late, grads, NONE), (late, of_blocks, BLOCK)]
     sent = exchanged_bytes(config, compute, tokens, spread)
     return [Held(optimizer, times, [tokens] * n, True, sent, host, copies)] * ranks

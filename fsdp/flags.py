@@ -45,10 +45,9 @@ class FsdpArgs:
         form=(r"all|[1-9]\d{0,8}", "a positive integer or all"),
     )
     psgd_rank: int = flag(
-        0, "Rank of compressed sums over --replicas (PowerSGD). 0: exact.", at_most=MAX_COUNT
-    )
-    psgd_start: int | None = flag(
-        None, "Steps summed exactly before PowerSGD starts. Default: --warmup_steps."
+        0,
+        "Rank of compressed sums over --replicas after warm-up (PowerSGD). 0: exact.",
+        at_most=MAX_COUNT,
     )
     optimizer_on_host: bool = flag(
         False, "Keep fp32 weights and AdamW's moments in host memory.", saves_memory="true"
@@ -125,8 +124,6 @@ class FsdpArgs:
             raise UserError(f"--sequence_parallel {n} does not divide --seq_len {args.seq_len}")
         if args.psgd_rank and args.replicas == "1":
             raise UserError("--psgd_rank compresses sums over replicas: add --replicas")
-        if args.psgd_start is not None and not args.psgd_rank:
-            raise UserError("--psgd_start needs --psgd_rank")
         if args.activations_on_host and not args.use_activation_checkpointing:
             raise UserError("--activations_on_host needs --use_activation_checkpointing")
         if args.activations_on_host and args.blocks_per_unit > 1:

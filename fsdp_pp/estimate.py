@@ -27,13 +27,11 @@ def held(args, config, compute, train, ranks: int, counts: list[int]) -> list[He
     exchanged = exchanged_bytes(config, compute, slots, spread)
     mailbox = 0
     if args.copy_engines is not False:  # or may be chosen
-        rows = max(args.micro_batch_size, args.eval_batch_size)
+        rows = args.micro_batch_size
         mailbox = Mailbox.SLOTS * rows * hidden * max(mailboxes(args.schedule, args.stages))
     of_all = []
     for stage in range(args.stages):
-        flight = orders.in_flight(
-            orders.order(args.schedule, args.stages, stage, accum, args.run_ahead)
-        )
+        flight = orders.in_flight(orders.order(args.schedule, args.stages, stage, accum))
         pieces = {p: parts[starts[p] : starts[p + 1]] for p in flight}
         head = len(counts) - 1 in flight
         ends = embedding * ((0 in flight) + head)  # a tied head is a copy
@@ -60,7 +58,7 @@ def held(args, config, compute, train, ranks: int, counts: list[int]) -> list[He
         times = [(weights, sums, LOSS), (weights, late, NONE)]
         moments = stored / ranks * MOMENT_BYTES[args.optim_state]
         copies = stored / ranks * state_bytes(args)
-        copies *= bool(args.save and args.save_every and args.save_async)
+        copies *= bool(args.save and args.save_every)
         of_all += [Held(moments, times, tokens, head, transfers, 0, copies)] * ranks
     return of_all
 

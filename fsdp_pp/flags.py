@@ -17,17 +17,6 @@ class FsdpPipeArgs(StageArgs):
         "Order of the work. gpipe: all forwards first, most memory. interleaved: two pieces per "
         "stage, shorter waits, more transfers. v: the same, out and back, so that no gradient of "
         "tied embeddings is sent; more memory.",
-        gone={
-            "torch_1f1b": "1f1b",
-            "torch_interleaved": "interleaved",
-            "zbv": "v",
-            "dualpipev": "v, or pp/launch_pp.sh, which has dualpipev",
-        },
-    )
-    run_ahead: int = flag(
-        0,
-        "Micro-batches by which a stage runs further ahead of the next: can hide transfers over "
-        "slow links, takes memory.",
     )
     copy_engines: bool | None = flag(
         None,

@@ -24,16 +24,10 @@ def stages_of(schedule: str, stages: int) -> list[int]:
     return once + {"interleaved": once, "v": once[::-1]}.get(schedule, [])
 
 
-def order(
-    schedule: str, stages: int, stage: int, micro_batches: int, run_ahead: int = 0
-) -> list[tuple]:
-    """A stage's work in a step. interleaved needs micro_batches to be a multiple of stages.
-
-    run_ahead: further forwards before the first backward, for each stage that follows; in v further
-    micro-batches under way. Without them, a stage that ends a forward needs the gradient that it
-    has just enabled: both transfers are waited for."""
+def order(schedule: str, stages: int, stage: int, micro_batches: int) -> list[tuple]:
+    """A stage's work in a step. interleaved needs micro_batches to be a multiple of stages."""
     if schedule == "v":
-        return out_and_back(stages, micro_batches, run_ahead)[stage]
+        return out_and_back(stages, micro_batches)[stage]
     pieces = [p for p, at in enumerate(stages_of(schedule, stages)) if at == stage]
     forwards = forwards_only(schedule, stages, stage, micro_batches)
     rounds = [(k // stages, p, k) for p in pieces for k in range(micro_batches)]
@@ -43,7 +37,6 @@ def order(
         "1f1b": stages - 1 - stage,
         "interleaved": 2 * (stages - 1 - stage) + stages,
     }[schedule]
-    before += run_ahead * (stages - 1 - stage)
     if schedule == "interleaved":
         # what the last stage can send back before it needs a gradient of this stage
         before = min(before, 3 * stages)
@@ -54,13 +47,13 @@ def order(
 
 
 @functools.cache
-def out_and_back(stages: int, micro_batches: int, run_ahead: int) -> list[list[tuple]]:
+def out_and_back(stages: int, micro_batches: int) -> list[list[tuple]]:
     """All stages' work in the schedule v, as if a forward took 1 and a backward 2.
 
     Each stage does first what can begin first: a forward before a backward, and of forwards that of
     the later piece. The first stage begins no micro-batch while it has 2 x stages - 1 under way.
     With twice as many micro-batches as stages, stages wait as little as in interleaved."""
-    where, limit = stages_of("v", stages), 2 * stages - 1 + run_ahead
+    where, limit = stages_of("v", stages), 2 * stages - 1
     last, works, free = len(where) - 1, [[] for _ in range(stages)], [0] * stages
     ready, entered, left = {}, 0, 0  # {work: when the one before it ends}
 

@@ -161,7 +161,7 @@ class ShardedPipeline:
             self.optimized.store({p: tensors[p.hf_name] for p in self.optimized.model_params})
             self.copies.copy(self.optimizer)
             self.loss_scale.load(saver.facts["loss_scale"])
-        self.work = self.order(orders.order, args.grad_accum_steps, args.run_ahead)
+        self.work = self.order(orders.order, args.grad_accum_steps)
 
     def connect(self) -> Links:
         """Connect this stage with the others."""
@@ -172,8 +172,7 @@ class ShardedPipeline:
         )
         log.resolved(copy_engines=engines)
         if engines:
-            rows = max(args.micro_batch_size, args.eval_batch_size)
-            slots = rows * plan.data.train.seq_len // self.layout.part.of
+            slots = args.micro_batch_size * plan.data.train.seq_len // self.layout.part.of
             largest = slots * plan.source.config.hidden_size
             links.by_copy_engines(largest, plan.compute.dtype, self.job.timer.comm.call)
         else:

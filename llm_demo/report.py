@@ -39,7 +39,7 @@ JUDGED = (  # settings that decide which tokens a held-out loss is of
     "tokenizer_name_or_path",
 )  # fmt: skip
 TRAINED_ON = (  # settings that decide how many tokens a step has, and how long they are
-    "train_json", "dataset_config", "dataset_split", "data_format", "input_key", "target_key",
+    "train_json", "data_format", "input_key", "target_key",
     "eval_fraction", "seq_len", "overlong", "pack_sequences", "chat_template",
     "chat_template_kwargs", "tokenizer_name_or_path", "model_name_or_path",
 )  # fmt: skip
@@ -264,7 +264,7 @@ def settings(run) -> dict[str, object]:
 
 HIDDEN = (  # what changes no result, noise, and what follows from other settings
     "output_dir", "local_rank", "overwrite", "resume", "resume_anyway", "resumed_step", "export",
-    "report_to", "keep_last", "keep_best", "sample_tokens", "seed", "platform", "global_batch",
+    "report_to", "keep_last", "sample_tokens", "seed", "platform", "global_batch",
     "data_parallel", "parallelism",
 )  # fmt: skip
 UNUSED = {"None", "False", "0", "0.0", ""}

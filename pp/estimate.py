@@ -36,7 +36,7 @@ def held(
             copied = count * (8 + 4 / replicas) + embedding * 4 * bool(ends)
             times.append((weights, copied + bucket, NONE))
         # one replica copies only in the background; of several, each keeps its share
-        copied = args.save and args.save_every and args.save_async
+        copied = args.save and args.save_every
         if replicas > 1:
             copied = args.save or args.resume
         copies = state_bytes(args) * count / replicas * bool(copied)

@@ -23,11 +23,6 @@ class PipeArgs(StageArgs):
         "DeepSpeed configuration. It holds switches only; flags set the numbers.",
         path=True,
     )
-    check_tied_every: int = flag(
-        0,
-        "Optimizer steps between checks that both copies of tied embeddings are equal. 0: only "
-        "after step 1.",
-    )
     local_rank: int = flag(0, "Passed by DeepSpeed's launcher, ignored: LOCAL_RANK counts.", env="")
 
     @staticmethod

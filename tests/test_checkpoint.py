@@ -45,13 +45,13 @@ class Voice:
 
 
 pytestmark = pytest.mark.usefixtures("alone")
-FLAGS = {"save": False, "save_async": False, "resume": "auto", "resume_anyway": False}
-KEEP = {"keep_last": 0, "keep_best": False, "export": "none"}
+FLAGS = {"save": False, "resume": "auto", "resume_anyway": False}
+KEEP = {"keep_last": 0, "early_stopping": 0, "export": "none"}
 WORLD = World(0, 1, 0, torch.device("cpu"))
 
 
 def make(folder, **more):
-    flags = {"save": False, "save_async": False, "keep_last": 0, "keep_best": False,
+    flags = {"save": False, "keep_last": 0, "early_stopping": 0,
              "resume": "auto", "resume_anyway": False, "export": "none", **more}  # fmt: skip
     return checkpoints_of(Voice(folder), {"seed": 1}, flags)
 
@@ -130,7 +130,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_again(tmp_path):
 
 def test_keeps_the_last_and_the_best(tmp_path):
     kept = lambda: sorted(p.name[-1] for p in checkpoint_files.published(tmp_path / "checkpoints"))  # noqa: E731
-    checkpoints = make(tmp_path, keep_last=2, keep_best=True, save_async=True)
+    checkpoints = make(tmp_path, keep_last=2, early_stopping=1)
     for step, loss in enumerate((5.0, 3.0, 4.0, None, 4.5, math.nan), 1):
         checkpoints.log.evals += ((step, loss),) * (loss is not None)
         save(checkpoints, step)
@@ -140,7 +140,7 @@ def test_keeps_the_last_and_the_best(tmp_path):
 
 
 def test_keeps_the_best_that_was_evaluated_on_resume(tmp_path):
-    checkpoints = make(tmp_path, keep_last=1, keep_best=True)
+    checkpoints = make(tmp_path, keep_last=1, early_stopping=1)
     for step in (1, 2, 3):
         checkpoints.log.evals = [(1, 5.0), (2, 3.0), (3, 4.0)] if step == 3 else [(1, 5.0)]
         checkpoints.args.keep_last = 2 if step == 2 else 1
@@ -158,7 +158,7 @@ def test_without_room_for_copies_training_waits(tmp_path, monkeypatch):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
         folder = tmp_path / str(ranks)
         folder.mkdir()
-        checkpoints = make(folder, save=True, save_every=2, save_async=True)
+        checkpoints = make(folder, save=True, save_every=2)
         checkpoints.own_folder(lambda: state(1), last=False)
         checkpoints.save(2, state(2), checkpoints.log.facts(), wait=False)
         waits = any("too little host memory for copies" in line for line in checkpoints.log.said)
@@ -169,7 +169,7 @@ def test_without_room_for_copies_training_waits(tmp_path, monkeypatch):
 
 def test_memory_for_the_first_copies_is_there_before_they_are_made(tmp_path):
     """Also of tensors on the host, as --optimizer_on_host has them: training would wait for it."""
-    checkpoints = make(tmp_path, save=True, save_every=2, save_async=True)
+    checkpoints = make(tmp_path, save=True, save_every=2)
     checkpoints.own_folder(lambda: state(1), last=False)
     checkpoints.reserving.join()
     prepared = {name: checkpoints.staged[name].data_ptr() for name in state(2)}
@@ -223,7 +223,7 @@ def test_a_changed_router_is_said_or_refused(tmp_path):
 
 
 def test_settings_of_another_script_are_no_change_at_their_defaults(tmp_path):
-    of_fsdp = {"freeze_router": False, "lora_dropout": 0.0, "psgd_rank": 0, "psgd_start": None}
+    of_fsdp = {"freeze_router": False, "lora_dropout": 0.0, "psgd_rank": 0}
     of_pp = Voice(tmp_path)
     for name in of_fsdp:
         del of_pp.settings[name]
@@ -279,7 +279,7 @@ def test_a_peer_lost_while_a_checkpoint_is_written_is_not_a_full_disk(
         raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:9")
 
     monkeypatch.setattr(checkpoint_files, "write", lose)
-    checkpoints = make(tmp_path, save=True, save_every=1, save_async=in_background)
+    checkpoints = make(tmp_path, save=True, save_every=1)
     with pytest.raises(RuntimeError) as raised:
         checkpoints.save(1, state(1), checkpoints.log.facts(), wait=not in_background)
         checkpoints.finish()
@@ -288,7 +288,8 @@ def test_a_peer_lost_while_a_checkpoint_is_written_is_not_a_full_disk(
 
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_loses_none(in_background, tmp_path):
-    checkpoints = make(tmp_path, save_async=in_background)
+    checkpoints = make(tmp_path)
+    checkpoints.in_background = in_background
     save(checkpoints, 1)
     with pytest.MonkeyPatch.context() as patch:
 
@@ -319,7 +320,8 @@ def trial(folder, at):
             if count == at:
                 os.kill(os.getpid(), signal.SIGKILL)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    checkpoints = t.make(folder, keep_last=2, save_async=at % 2 == 0)
+    checkpoints = t.make(folder, keep_last=2)
+    checkpoints.in_background = at % 2 == 0
     first = checkpoints.first_step
     checkpoints.args.save = True
     checkpoints.tidy()
@@ -388,11 +390,10 @@ def test_killed_at_every_file_operation_and_at_random_times(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["true", "false"])
-def test_a_full_disk_ends_a_launched_run_in_one_line(how, tmp_path):
+def test_a_full_disk_ends_a_launched_run_in_one_line(tmp_path):
     """Files of at most 15 MB, where the first stage's is 28: only its rank fails."""
     launch = f"bash {ROOT}/pp/launch_pp.sh --seq_len 64 --micro_batch_size 2 --max_steps 500"
-    flags = f"--dtype fp32 --save_every 4 --save_async {how} --output_dir {tmp_path}/run"
+    flags = f"--dtype fp32 --save_every 4 --output_dir {tmp_path}/run"
     done = run(["bash", "-c", f"ulimit -f 15000; {launch} {flags}"], PYTHON=sys.executable)
     assert done.returncode == 2
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]

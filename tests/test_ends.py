@@ -170,7 +170,7 @@ def test_a_stop_ends_an_evaluation_and_loses_nothing(kind, tmp_path):
     (tmp_path / "train.jsonl").write_text("\n".join(rows[:40]))
     (tmp_path / "held.jsonl").write_text("\n".join(rows[40:70]))
     flags = "--seq_len 64 --micro_batch_size 1 --grad_accum_steps 2 --max_steps 4 --log_every 1 "
-    flags += "--eval_every 2 --keep_last 1 --keep_best --warmup_steps 0 --sample_tokens 0 "
+    flags += "--eval_every 2 --keep_last 1 --early_stopping 9 --warmup_steps 0 --sample_tokens 0 "
     flags += f"--resume auto --train_json {tmp_path}/train.jsonl --eval_json {tmp_path}/held.jsonl"
     launch = [sys.executable, "-m", "llm_demo.launch", script]
     launch += [ROOT / SCRIPTS[kind], *flags.split(), "--output_dir"]

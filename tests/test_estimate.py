@@ -156,8 +156,8 @@ def flags(**more):
     """Flags of every script."""
     given = dict(
         micro_batch_size=1, grad_accum_steps=4, stages=2, schedule="1f1b", save=True, save_every=0,
-        save_async=True, resume=None, device_memory_gb=0, blocks_per_unit=0, eval_batch_size=1,
-        use_activation_checkpointing=True, activation_memory_budget=1.0, run_ahead=0,
+        resume=None, device_memory_gb=0, blocks_per_unit=0,
+        use_activation_checkpointing=True, activation_memory_budget=1.0,
         reshard_after_forward=True, optimizer_on_host=False, psgd_rank=0, copy_engines=False,
         replicas="1",
     )  # fmt: skip
@@ -180,7 +180,6 @@ def test_host_memory_is_named(monkeypatch):
 @pytest.mark.parametrize("more, fsdps, zeros, replicas, both", [
     ({}, 0, 1, 1, 0),
     ({"save_every": 5}, 1, 1, 1, 1),
-    ({"save_every": 5, "save_async": False}, 0, 1, 1, 0),
     ({"save": False, "save_every": 5}, 0, 0, 0, 0),
     ({"save": False, "resume": "auto"}, 0, 1, 1, 0),
     ({"resume": "auto"}, 0, 1, 1, 0),
@@ -606,11 +605,11 @@ def test_a_stage_has_its_own_blocks(of, size, monkeypatch):
     job = args, config, compute, FULL
     found = peaks(of.held(*job, 1, [1, 2]), job)
     if of is fsdp_pp:
-        copies = args_with(**{**vars(args), "copy_engines": True, "eval_batch_size": 3})
+        copies = args_with(**{**vars(args), "copy_engines": True})
         more = peaks(of.held(copies, *job[1:], 1, [1, 2]), job)
-        if size == 1:  # 4 slots of 3 rows
+        if size == 1:  # 4 slots of 2 rows
             added = [b["activations"] - a["activations"] for a, b in zip(found, more, strict=True)]
-            assert added == pytest.approx([4 * 3 * 1024 * 256 * 2 / 2**30] * 2)
+            assert added == pytest.approx([4 * 2 * 1024 * 256 * 2 / 2**30] * 2)
         copies.copy_engines = None  # they may be chosen
         assert peaks(of.held(copies, *job[1:], 1, [1, 2]), job) == more
     parameters = [(n * size + 512 * 256) / 2**30 for n in (1, 16)]  # with an end of the model

@@ -32,14 +32,14 @@ PUBLIC = """
     MODEL TRAIN_JSON EVAL_JSON INPUT_KEY TARGET_KEY SEQ_LEN MICRO_BATCH_SIZE GRAD_ACCUM_STEPS
     MAX_STEPS NUM_EPOCHS LR WEIGHT_DECAY WARMUP_STEPS LR_SCHEDULER MAX_GRAD_NORM DTYPE
     PACK_SEQUENCES TRAIN_ON_PROMPT USE_ACTIVATION_CHECKPOINTING ATTN_IMPL COMPILE SEED LOG_EVERY
-    EVAL_EVERY EVAL_BATCH_SIZE OUTPUT_DIR REPORT_TO TOKENIZER_NAME_OR_PATH DATA_FORMAT OVERLONG
+    EVAL_EVERY OUTPUT_DIR REPORT_TO TOKENIZER_NAME_OR_PATH DATA_FORMAT OVERLONG
     SAMPLE_TOKENS OVERWRITE DRY_RUN SAVE_EVERY KEEP_LAST RESUME
 """.split()
 OWN = {
     "fsdp": ["RESHARD_AFTER_FORWARD"],
-    "pp": ["STAGES", "SCHEDULE", "PARTITION", "DEEPSPEED_CONFIG", "CHECK_TIED_EVERY"],
+    "pp": ["STAGES", "SCHEDULE", "PARTITION", "DEEPSPEED_CONFIG"],
     "zero": ["DEEPSPEED_CONFIG"],
-    "fsdp_pp": ["STAGES", "SCHEDULE", "PARTITION", "RUN_AHEAD", "RESHARD_AFTER_FORWARD"],
+    "fsdp_pp": ["STAGES", "SCHEDULE", "PARTITION", "RESHARD_AFTER_FORWARD"],
 }
 
 
@@ -146,7 +146,6 @@ EARLY = [
      "--profile_steps 3: must be two steps such as 5:7, counted from 1"),
     ("fsdp", "--resume auto", "--resume auto needs --output_dir, the run to resume"),
     ("fsdp", "--copy_engines --no_fsdp", "--copy_engines requires FSDP with --dtype bf16 or fp16"),
-    ("fsdp", "--replicas all --psgd_start 3", "--psgd_start needs --psgd_rank"),
     ("pp", "--optimizer_on_host", "--optimizer_on_host: only for fsdp/"),
     ("zero", "--optimizer_on_host", "--optimizer_on_host: only for fsdp/"),
     ("zero", "--lora-rank=16", "--lora-rank=16: only for fsdp/"),
@@ -172,11 +171,6 @@ EARLY = [
     ("pp", "--schedule dualpipev --stages 4", "--schedule dualpipev needs --stages of at least 2 "
      "and --grad_accum_steps of at least 2 x stages: 8"),
     ("fsdp_pp", "--optimizer_on_host", "--optimizer_on_host: only for fsdp/"),
-    *(("fsdp_pp", f"--schedule {old}", f"--schedule {old} has been removed: use {new}")
-      for old, new in {
-          "torch_1f1b": "1f1b", "torch_interleaved": "interleaved", "zbv": "v",
-          "dualpipev": "v, or pp/launch_pp.sh, which has dualpipev",
-      }.items()),
 ]  # fmt: skip
 
 
@@ -209,7 +203,7 @@ def test_bad_flags_are_refused_before_torch_is_imported(kind, flags, message, tm
     "kind, variable, message",
     [
         ("fsdp", {"SEED": "many"}, "--seed many: must be a whole number"),
-        ("fsdp_pp", {"SCHEDULE": "zbv"}, "--schedule zbv has been removed: use v"),
+        ("fsdp_pp", {"SCHEDULE": "zbv"}, "--schedule zbv: choose from 1f1b, gpipe, interleaved, v"),
     ],
 )
 def test_a_bad_variable_is_refused_as_the_flag_is(kind, variable, message):
@@ -452,13 +446,12 @@ def test_a_misspelt_variable_and_flags_of_other_trainers(tmp_path):
         "MAX_STEP is not a setting; did you mean MAX_STEPS?",
         "GRAD_ACUM_STEPS is not a setting; did you mean GRAD_ACCUM_STEPS?",
     }
-    environ = {"LORA_RANK": "8", "REPLICAS": "2", "OPTIMIZER_ON_HOST": "0", "RUN_AHEAD": "1"}
+    environ = {"LORA_RANK": "8", "REPLICAS": "2", "OPTIMIZER_ON_HOST": "0", "STAGES": "3"}
     elsewhere = "{} has no effect here: only for {}".format
-    assert without_effect(script, environ) == [elsewhere("RUN_AHEAD", "fsdp_pp/")]
+    assert without_effect(script, environ) == [elsewhere("STAGES", "fsdp_pp/ and pp/")]
     assert {*without_effect(ROOT / "pp/pp_train.py", environ)} == {
         elsewhere("LORA_RANK", "fsdp/"),
         elsewhere("REPLICAS", "fsdp/"),
-        elsewhere("RUN_AHEAD", "fsdp_pp/"),
     }
     done = start(ROOT / LAUNCHERS["pp"], "--stage", "1", LORA_RANK="8")
     assert "warning: LORA_RANK has no effect here: only for fsdp/\n" in done.stderr

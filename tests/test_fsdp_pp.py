@@ -105,12 +105,11 @@ def run_with_waiting_hosts(works, where):
     assert sends == receives
 
 
-@pytest.mark.parametrize("run_ahead", [0, 1, 3])
-def test_no_host_waits_for_ever(run_ahead):
+def test_no_host_waits_for_ever():
     """Not even if it waits for the device at any time, and no transfer is buffered."""
     for schedule, stages, micro_batches in GRID:
         where = stages_of(schedule, stages)
-        works = works_of(schedule, stages, micro_batches, run_ahead)
+        works = works_of(schedule, stages, micro_batches)
         ordered = [with_receives(works, where, stage) for stage in range(stages)]
         for work, with_more in zip(works, ordered, strict=True):
             launched, received = Counter(), Counter()
@@ -180,11 +179,10 @@ def test_both_ranks_mean_the_same_mailbox(schedule, stages, shards, monkeypatch)
     assert len(sent) == 2 * shards * steps
 
 
-@pytest.mark.parametrize("run_ahead", [0, 1, 3])
-def test_no_host_waits_for_ever_for_a_slot(run_ahead):
+def test_no_host_waits_for_ever_for_a_slot():
     for schedule, stages, micro_batches in GRID:
         where = stages_of(schedule, stages)
-        works = works_of(schedule, stages, micro_batches, run_ahead)
+        works = works_of(schedule, stages, micro_batches)
         run_with_mailboxes(works, where, copy_engines.Mailbox.SLOTS)
         works = [forwards_only(schedule, stages, s, micro_batches) for s in range(stages)]
         run_with_mailboxes(works, where, copy_engines.Mailbox.SLOTS)
@@ -226,15 +224,14 @@ def test_when_a_receive_begins(early, monkeypatch):
     assert after == ([None, "a", "b"] if early else ["a", "b", "c"])
 
 
-def works_of(schedule, stages, micro_batches, run_ahead=0):
-    return [order(schedule, stages, s, micro_batches, run_ahead) for s in range(stages)]
+def works_of(schedule, stages, micro_batches):
+    return [order(schedule, stages, s, micro_batches) for s in range(stages)]
 
 
-@pytest.mark.parametrize("run_ahead", [0, 1, 3])
-def test_every_order_is_complete_and_ends(run_ahead):
+def test_every_order_is_complete_and_ends():
     for schedule, stages, micro_batches in GRID:
         where = stages_of(schedule, stages)
-        works = works_of(schedule, stages, micro_batches, run_ahead)
+        works = works_of(schedule, stages, micro_batches)
         for stage, work in enumerate(works):
             mine = [piece for piece, at in enumerate(where) if at == stage]
             assert len(mine) == (2 if schedule in TWICE else 1)
@@ -279,20 +276,19 @@ def test_interleaved_is_pytorchs_order():
 
 def test_what_is_held():
     """Micro-batches whose activations a stage has at once, counted from its order."""
-    for (schedule, stages, M), run_ahead in itertools.product(GRID, (0, 1)):
+    for schedule, stages, M in GRID:
         where = stages_of(schedule, stages)
-        for stage, work in enumerate(works_of(schedule, stages, M, run_ahead)):
+        for stage, work in enumerate(works_of(schedule, stages, M)):
             later = stages - 1 - stage
-            ahead = run_ahead * later
             expected = {
-                "1f1b": min(later + 1 + ahead, M),
+                "1f1b": min(later + 1, M),
                 "gpipe": M,
-                "interleaved": min(2 * later + stages + 1 + ahead, 3 * stages + 1, 2 * M),
+                "interleaved": min(2 * later + stages + 1, 3 * stages + 1, 2 * M),
                 "v": None,
             }[schedule]
             most = in_flight(work)
             if schedule == "v":
-                assert max(most.values()) <= min(2 * stages - 1 + run_ahead, M)
+                assert max(most.values()) <= min(2 * stages - 1, M)
             else:
                 assert sum(most.values()) == expected, (schedule, stages, M, stage)
             assert {where[piece] for piece in most} == {stage}
@@ -401,13 +397,11 @@ WAYS = [(2, "interleaved"), (2, "v"), (4, "1f1b"), (4, "interleaved")]
 @pytest.mark.slow
 @pytest.mark.parametrize("processes, schedule", WAYS)
 def test_other_schedules_and_shards_evaluate_and_answer(processes, schedule, one_process, tmp_path):
-    """Evaluated in batches of another size, whose number is odd."""
     if 0 < torch.cuda.device_count() < processes:
         pytest.skip(f"needs {processes} GPUs")
     accum = {2: "4", 4: "2"}[processes]
     env = {"NPROC_PER_NODE": str(processes), "GRAD_ACCUM_STEPS": accum, "SCHEDULE": schedule}
-    env["RUN_AHEAD"] = "3" if schedule == "interleaved" else "0"
-    said = launch(LAUNCHER, tmp_path / "run", "--eval_batch_size", "3", **env)
+    said = launch(LAUNCHER, tmp_path / "run", **env)
     assert_like(one_process, said, tmp_path / "run")
 
 
@@ -420,17 +414,15 @@ SHARED = [
 @pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for GPUs")
 @pytest.mark.parametrize("processes, stages, schedule", SHARED)
 def test_mailboxes_carry_what_stages_send(processes, stages, schedule, one_process, tmp_path):
-    """On CPUs that stand in for GPUs. Evaluated in larger batches than it trains."""
+    """On CPUs that stand in for GPUs."""
     flags = {
         "--model_name_or_path": TINY, "--train_json": FIRST,
         "--stages": stages, "--schedule": schedule, "--grad_accum_steps": 4 * stages // processes,
         "--micro_batch_size": 4, "--seq_len": 64, "--lr": 2e-3, "--max_steps": 4,
-        "--dtype": "fp32", "--log_every": 1, "--eval_batch_size": 5, "--sample_tokens": 6,
+        "--dtype": "fp32", "--log_every": 1, "--sample_tokens": 6,
         "--output_dir": tmp_path / "run",
     }  # fmt: skip
     flat = [str(x) for pair in flags.items() for x in pair]
-    if schedule == "1f1b":
-        flat += ["--run_ahead", "1"]
     done = torchrun(processes, ROOT / "tests/mailbox_worker.py", tmp_path, "--copy_engines", *flat)
     assert_like(one_process, done.stdout, tmp_path / "run")
 
@@ -444,11 +436,10 @@ def test_mailboxes_carry_what_stages_send(processes, stages, schedule, one_proce
     ],
 )
 def test_copy_engines_send_the_same(schedule, flag, chosen, one_process, tmp_path):
-    """Evaluated in batches of another size."""
     if reason := copy_engines._lacks(World(0, 2, 0, torch.device("cuda", 0))):
         pytest.skip(reason)
     env = {**TWO, "SCHEDULE": schedule, "GRAD_ACCUM_STEPS": "4"}
-    said = launch(LAUNCHER, tmp_path / "run", flag, "--eval_batch_size", "3", **env)
+    said = launch(LAUNCHER, tmp_path / "run", flag, **env)
     assert f"copy engines: {chosen} (as requested)" in said
     assert_like(one_process, said, tmp_path / "run")
     summary = json.loads((tmp_path / "run/summary.json").read_text())

@@ -38,7 +38,7 @@ def said(folder, steps=3, best=None, system="", **settings):
         "model_name_or_path": str(ROOT / "models/qwen3-tiny"), "tokenizer_name_or_path": None,
         "eval_json": "my data.heldout.jsonl", "seq_len": 128, "data_format": "auto",
         "input_key": None, "target_key": None, "train_on_prompt": False, "learn_turns": "all",
-        "dataset_config": None, "learn_reasoning": True, "chat_template_kwargs": None,
+        "learn_reasoning": True, "chat_template_kwargs": None,
     }  # fmt: skip
     best = folder / f"checkpoints/step_{best or steps:08d}"
     args = argparse.Namespace(**of_a_run | settings)
@@ -55,9 +55,9 @@ def words(line):
 
 
 def test_a_hub_dataset_and_turns_are_named_as_the_run_had_them(folder):
-    flags = {"dataset_config": "main", "learn_turns": "last", "learn_reasoning": False}
+    flags = {"learn_turns": "last", "learn_reasoning": False}
     flags["chat_template_kwargs"] = variables = '{"preserve_thinking": true}'
-    found = said(folder, eval_json="openai/gsm8k:test", **flags)
+    found = said(folder, eval_json="openai/gsm8k:main:test", **flags)
     args = evaluate.make_parser().parse_args(words(found["evaluate"]))
     assert (args.data, args.learn_turns) == ("openai/gsm8k:main:test", "last")
     assert args.learn_reasoning == "false" and args.chat_template_kwargs == variables
@@ -129,10 +129,9 @@ def test_only_commands_that_can_work(folder, monkeypatch):
 
 
 def test_without_held_out_data_a_file_is_to_be_named(folder):
-    for config in (None, "main"):
-        found = said(folder, eval_json="none", dataset_config=config)
-        args = evaluate.make_parser().parse_args(words(found["evaluate"]))
-        assert (args.models, args.data) == (["my run/hf"], "FILE")
+    found = said(folder, eval_json="none")
+    args = evaluate.make_parser().parse_args(words(found["evaluate"]))
+    assert (args.models, args.data) == (["my run/hf"], "FILE")
 
 
 def test_chat_has_the_system_prompt_that_all_rows_have(folder, tmp_path):

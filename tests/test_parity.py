@@ -304,7 +304,7 @@ ENGINES = {
     "fpp_tensor": ("fsdp_pp", 4, [*TENSOR, *ONE], [(2, 4), (4, 2), (1, 8)]),
     "fpp_tensor_v": ("fsdp_pp", 4, [*TENSOR, "--schedule", "v"], [(2, 4), (1, 8), (4, 2)]),
     "fpp_reshard": ("fsdp_pp", 4, [*INTERLEAVED, *RESHARD], [(1, 4), (2, 2), (1, 4)]),
-    "fpp_long": ("fsdp_pp", 4, ["--stages", "4", "--run_ahead", "1"], [(2, 4), (1, 8), (4, 2)]),
+    "fpp_long": ("fsdp_pp", 4, ["--stages", "4"], [(2, 4), (1, 8), (4, 2)]),
     "zero1": ("zero", 2, ZERO["zero1"], [(2, 2), (1, 4), (4, 1)]),
     "zero2": ("zero", 2, ZERO["zero2"], [(1, 4), (4, 1), (2, 2)]),
     "zero3": ("zero", 2, ZERO["zero3"], [(2, 2), (1, 4), (1, 4)]),

@@ -307,7 +307,7 @@ def test_the_best_of_the_saved_checkpoints_is_exported(tmp_path):
 
 def test_a_disk_that_cannot_hold_the_checkpoints(tmp_path, alone, capsys, monkeypatch):
     flags = [*small(tmp_path), "--max_steps", "6", "--output_dir", "run"]
-    best = ["--keep_best", "--eval_fraction", "0.2"]
+    best = ["--early_stopping", "1", "--eval_every", "2", "--eval_fraction", "0.2"]
     alone(*flags, "--dry_run", "--save_every", "2", *best)
     said = capsys.readouterr().out
     assert re.search(r"checkpoints: about 0.00\d+ GB each, at most 3 at once", said)

@@ -94,12 +94,12 @@ def test_goes_on_to_the_bit_and_on_other_shapes(runs):
     """12 rows a step of 28: step 2 ends in mid-epoch, step 3 in the next one."""
     three, six = ([*FP32, AGAIN_IN_BLOCKS, *accum] for accum in (THREE, SIX))
     runs("fsdp", 2, {
-        "fsdp": [*three, *HELDOUT], "fsdp-again": [*three, "--no_save_async"],
+        "fsdp": [*three, *HELDOUT], "fsdp-again": three,
         **again({"fsdp16": [*FP16, *THREE], "ordered": [*three, *ORDER]}),
         "host": [*three, HOST], "host-from-fsdp": [*three, HOST], "fsdp-from-host": three,
     })  # fmt: skip
     # two replicas of two stages: ZeRO-1 shards masters and moments
-    runs("pp", 4, {"pp": three, "pp-again": [*three, "--no_save_async"]})
+    runs("pp", 4, {"pp": three, "pp-again": three})
     runs("fsdp", 2, {
         "shares": [*FP32, *SIX, *TENSOR], "shares-again": [*FP32, *SIX, *TENSOR],
         "shares-from-fsdp": [*FP32, *SIX, *TENSOR, HOST], "fsdp-from-shares": three,
@@ -129,7 +129,7 @@ def test_goes_on_on_still_other_shapes(runs):
 def test_a_sharded_pipeline_goes_on_to_the_bit_and_on_other_shapes(runs):
     three, six = [*FP32, *THREE], [*FP32, *SIX]
     runs("fsdp_pp", 4, {
-        "grid": [*three, *HELDOUT, "--eval_every", "2"], "grid-again": [*three, "--no_save_async"],
+        "grid": [*three, *HELDOUT, "--eval_every", "2"], "grid-again": three,
         "portions": [*FP32, *SIX, *TENSOR],
         "portions-from-grid": [*FP32, *SIX, *TENSOR],
         **again({"grid16": [*BF16, *THREE]}), "long-from-grid": [*six, "--stages", "4"],

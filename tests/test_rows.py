@@ -452,11 +452,11 @@ def test_what_save_to_disk_writes(tmp_path):
     rows = datasets.Dataset.from_list([{"messages": turns_of("hi", "yo")}] * 3)
     rows.save_to_disk(tmp_path / "one", num_shards=2)
     datasets.DatasetDict(train=rows, test=rows.select([0])).save_to_disk(tmp_path / "splits")
-    for name, split, count in (("one", None, 3), ("splits", None, 3), ("splits", "test", 1)):
-        packs = load(str(tmp_path / name), dataset_split=split, pack=False)
+    for name, count in (("one", 3), ("splits", 3), ("splits/test", 1)):
+        packs = load(str(tmp_path / name), pack=False)
         assert len(packs) == count and first(packs, count - 1) == golden(YO)
-    not_loaded(str(tmp_path / "splits"), "no such split: .*splits/dev; .*: test, train$",
-            dataset_split="dev")  # fmt: skip
+    (tmp_path / "splits/train").rename(tmp_path / "splits/dev")
+    not_loaded(str(tmp_path / "splits"), "no such split: .*splits/train; .*: cache, dev, test$")
     (tmp_path / "one/data-00001-of-00002.arrow").write_bytes(b"\xff\xff\xff\xff1234")
     damaged = "data-00001-of-00002.arrow, row 1: damaged or truncated .arrow file"
     not_loaded(str(tmp_path / "one"), damaged)
@@ -604,35 +604,35 @@ def test_no_script_of_a_dataset_is_run(tmp_path, hub, monkeypatch):
 def test_a_dataset_of_the_hub(tmp_path, hub, monkeypatch):
     monkeypatch.setenv("LLM_DEMO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("llm_demo.run.plan.once_per_node", lambda world, build: build())
-    keys = {"input_key": "question", "target_key": "answer", "train_json": "openai/gsm8k"}
+    keys = {
+        "input_key": "question",
+        "target_key": "answer",
+        "train_json": "openai/gsm8k:main:train",
+    }
 
     def load_both(said, **flags):
-        return load_data(DataArgs(**keys, **flags), None, make_tokenizer(), said.append)[:2]
+        return load_data(DataArgs(**keys | flags), None, make_tokenizer(), said.append)[:2]
 
     said = []
-    train, heldout = load_both(said, dataset_config="main", eval_json="openai/gsm8k:test")
+    train, heldout = load_both(said, eval_json="openai/gsm8k:main:test")
     assert (len(train.row_docs), len(heldout.row_docs)) == (3, 2)
     assert said[0].startswith("data: openai/gsm8k:main:train: question/answer (--input_key,")
     assert first(train) == golden("<S>user\ntrain 0?<E>\n<S>assistant\n⟦0<E>⟧\n")
     said.clear()
-    train, heldout = load_both(said, dataset_config="main", dataset_split="train[:2]")
+    train, heldout = load_both(said, train_json="openai/gsm8k:train[:2]")
     assert len(train.row_docs) == 2 and heldout is None and not train.stats.cache_hit
-    train, heldout = load_both([], eval_json="openai/gsm8k:main:train")  # the one configuration
+    train, heldout = load_both([], train_json="openai/gsm8k", eval_json="openai/gsm8k:train")
     assert train.stats.cache_hit and len(heldout.row_docs) == 3  # a hit by its rows
     for flags, message in (
         ({"eval_json": "openai/gsm8k"}, "openai/gsm8k: name the split"),
-        ({"dataset_split": "validation"}, "openai/gsm8k:validation: .*the hub failed: .*split"),
-        ({"dataset_config": "other"}, "openai/gsm8k:other:train: .*other"),
-        ({"train_json": "x.jsonl", "dataset_config": "main"},
-         "--dataset_config main .* is not one"),
-        ({"train_json": "x.jsonl", "eval_json": "openai/gsm8k:test", "dataset_split": "test"},
-         "--dataset_split test .* is not one"),
-    ):  # fmt: skip
+        ({"train_json": "openai/gsm8k:validation"}, "openai/gsm8k:validation: .*failed: .*split"),
+        ({"train_json": "openai/gsm8k:other:train"}, "openai/gsm8k:other:train: .*other"),
+    ):
         with refused(message):
             load_data(DataArgs(**(keys | flags)), None, make_tokenizer(), print)
     (tmp_path / "openai").mkdir()  # then it is a path, possibly a mistyped one
     with pytest.raises(UserError, match="no such data file: openai/gsm8k"):
-        load_both([])
+        load_both([], train_json="openai/gsm8k")
 
 
 def test_a_file_that_is_trained_and_evaluated_on_is_named(tmp_path, monkeypatch):

@@ -290,7 +290,7 @@ def test_an_odd_identity_of_a_checkpoint_is_one_line(identity, message, tmp_path
         del facts["identity"]
     (step / "trainer.json").write_text(json.dumps(facts))
     sign(step)
-    flags = {"save": False, "save_async": False, "resume": str(tmp_path), "resume_anyway": False}
+    flags = {"save": False, "resume": str(tmp_path), "resume_anyway": False}
     flags |= {"grad_accum_steps": 2}
     with refused(message):
         checkpoints_of(Voice(tmp_path), {"seed": 1, ROWS: 8}, flags)
@@ -601,33 +601,37 @@ def test_bad_steps_in_a_row_end_the_run(log_every, kind, train, tmp_path, monkey
     monkeypatch.setattr("llm_demo.core.decoder.refuse_non_finite", lambda *args: None)
     model_with(tmp_path / "nan", lambda weights: weights["model.norm.weight"].data.fill_(torch.nan))
     nan = "--model_name_or_path nan --save_every 100"
-    with pytest.raises(UserError, match="not finite in 4 steps in a row, up to step 4 .*no check"):
-        train(kind, f"{nan} --max_steps 30 --max_skipped_steps 4 --log_every {log_every}")
+    with pytest.raises(
+        UserError, match="not finite in 20 steps in a row, up to step 20:.*no check"
+    ):
+        train(kind, f"{nan} --max_steps 60 --log_every {log_every}")
     if log_every == 1:
-        assert [record["step"] for record in logged(tmp_path / "out")] == [1, 2, 3, 4]
+        assert [record["step"] for record in logged(tmp_path / "out")] == list(range(1, 21))
         return
     # at the last step, too; and where nothing counts them, no such weights are saved
-    for flags, message in (
-        ("--max_skipped_steps 3", "not finite in 3 steps in a row, up to step 3"),
-        ("--max_skipped_steps 0", "step 3: .* is not finite, so no checkpoint is written"),
+    for steps, message in (
+        (20, "not finite in 20 steps in a row, up to step 20"),
+        (3, "step 3: .* is not finite, so no checkpoint is written"),
     ):
         with pytest.raises(UserError, match=message):
-            train(kind, f"{nan} --max_steps 3 --overwrite --log_every {log_every} {flags}")
+            train(kind, f"{nan} --max_steps {steps} --overwrite --log_every {log_every}")
     assert not list(tmp_path.glob("out/checkpoints/*"))
 
 
-@pytest.mark.parametrize("steps", ["bbgbbgbb", "bbgbbbg", "ggg", "bbb"])
+@pytest.mark.parametrize(
+    "steps", ["b" * 19 + "g" + "b" * 19, "bbg" + "b" * 20 + "g", "ggg", "b" * 20]
+)
 def test_only_bad_steps_in_a_row_count(steps, tmp_path):
     """In a step that is not logged, on one rank of two, in loss or norm."""
     watch = records.Records.__new__(records.Records)
     vars(watch).update(
-        args=SimpleNamespace(max_skipped_steps=3, log_every=9), max_steps=len(steps), world=WORLD,
+        args=SimpleNamespace(log_every=9), max_steps=len(steps), world=WORLD,
         log=SimpleNamespace(folder=tmp_path), bad_steps=0, unchecked=[], copied=[],
         gather=SimpleNamespace(floats=lambda mine: [[0.0] * len(mine), mine]),
     )  # fmt: skip
     (tmp_path / "checkpoints/step_00000002").mkdir(parents=True)
-    ended = pytest.raises(UserError, match="in 3 steps in a row, up to .*step_00000002$")
-    with ended if "bbb" in steps else contextlib.nullcontext():
+    ended = pytest.raises(UserError, match="in 20 steps in a row, up to .*step_00000002$")
+    with ended if "b" * 20 in steps else contextlib.nullcontext():
         for step, good in enumerate(steps, 1):
             watch._watch(step, torch.tensor(1.0 if good == "g" else torch.nan))
 
@@ -635,7 +639,7 @@ def test_only_bad_steps_in_a_row_count(steps, tmp_path):
 @pytest.mark.parametrize("name", ["a.weight", "a.weight.exp_avg"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_no_checkpoint_with_a_value_that_is_not_finite(name, value, tmp_path):
-    checkpoints = make(tmp_path, save_async=True)
+    checkpoints = make(tmp_path)
     save(checkpoints, 1)
     tensors = {**state(2), "empty": torch.zeros(0), "large": torch.full((2,), 3e38)}
     checkpoints.save(2, dict(tensors), checkpoints.log.facts(), wait=True)
@@ -652,7 +656,7 @@ def test_no_checkpoint_with_a_value_that_is_not_finite(name, value, tmp_path):
 def test_all_ranks_of_a_launcher_end(tmp_path):
     """A rate that blows the weights up: one line, exit code 2, the last good checkpoint stays."""
     flags = "--seq_len 32 --max_steps 5000 --lr 1000 --weight_decay 1e9 --save_every 1 "
-    flags += "--warmup_steps 0 --grad_accum_steps 1 --max_skipped_steps 3 --sample_tokens 0 "
+    flags += "--warmup_steps 0 --grad_accum_steps 1 --sample_tokens 0 "
     flags = (flags + "--output_dir out").split()
     done = run(["bash", LAUNCHERS["fsdp"], *flags], cwd=tmp_path, PYTHON=sys.executable)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
@@ -699,7 +703,7 @@ def test_a_background_checkpoint_is_of_copies(tmp_path, monkeypatch):
         return write(*args)
 
     monkeypatch.setattr(checkpoint_files, "write", slow)
-    checkpoints, tensors = make(tmp_path, save_async=True), state(1)
+    checkpoints, tensors = make(tmp_path), state(1)
     for step in (1, 2):  # the second time into the same buffers
         checkpoints.save(step, tensors, checkpoints.log.facts(), wait=False)
         for t in tensors.values():
@@ -818,9 +822,9 @@ def test_a_resumed_fp16_run_takes_the_checkpoints_loss_scale(kind, train, tmp_pa
 
 
 def test_deepspeeds_smallest_scale_ends_no_run(train, tmp_path):
-    """Its own exception would be a traceback: --max_skipped_steps ends such a run."""
+    """Its own exception would be a traceback: our own count of bad steps ends such a run."""
     spoil = lambda weights: weights["model.norm.weight"].data.fill_(3e38)  # noqa: E731
     model_with(tmp_path / "huge", spoil)
-    with pytest.raises(UserError, match="not finite in 20 steps in a row, up to step 20 "):
+    with pytest.raises(UserError, match="not finite in 20 steps in a row, up to step 20: "):
         flags = "--dtype fp16 --micro_batch_size 1 --max_steps 60"
         train("pp", f"--model_name_or_path huge {flags}")

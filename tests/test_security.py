@@ -91,7 +91,7 @@ def export_of(folder):
 
 
 def resume_from(folder):
-    flags = {"save": False, "save_async": False, "resume": str(folder), "resume_anyway": True}
+    flags = {"save": False, "resume": str(folder), "resume_anyway": True}
     settings = {**dict.fromkeys(saver.SETTINGS), "lr": 0, "max_steps": 9}
     log = SimpleNamespace(folder=folder.parent, say=print, settings=settings)
     checkpoints = saver.Saver(SimpleNamespace(**flags), WORLD, log, {})

@@ -143,7 +143,7 @@ def test_evaluation_answers_and_resume_are_those_of_whole_rows(work):
 
     at = folder / "spread/checkpoints/step_00000004"
     case("whole", 1, 2)
-    case("spread", 2, 4, "--eval_batch_size", 3)
+    case("spread", 2, 4)
     case("again", 2, 4, "--resume", at)
     case("whole_again", 1, 2, "--resume", at)
     case("dry", 2, 4, "--dry_run")

@@ -68,7 +68,7 @@ def packs_of(path, tokenizer, *, pack=True, limit=4096, cache_dir=None, log=prin
     flags = DataArgs(pack_sequences=pack, **flags)
     cache = {"LLM_DEMO_CACHE": cache_dir} if cache_dir else {}
     with mock.patch.dict(os.environ, cache):
-        return load_packs(path, tokenizer, flags, limit, log)
+        return load_packs(path, tokenizer, flags, limit=limit, log=log)
 
 
 def write(path, *rows):

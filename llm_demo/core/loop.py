@@ -118,7 +118,7 @@ def evaluate(job, engine, step: int) -> bool:
     """Log the held-out loss. Returns whether it is complete: a stop ends it early, and nothing is
     logged."""
     args, world, packs = job.args, job.world, job.plan.data.heldout
-    micro = args.eval_batch_size or args.micro_batch_size
+    micro = args.micro_batch_size
     total = torch.zeros(2, dtype=torch.float64, device=world.device)
     with job.log.progress(what="evaluating", total=len(packs), unit="rows") as bar:
         for part in parts_of(packs, EVAL_BATCHES * world.size * micro):

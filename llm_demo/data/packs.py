@@ -31,20 +31,28 @@ FLAGS = (
 )  # fmt: skip
 
 
-def load_packs(train_json: str, tokenizer, flags, limit: int = LONGEST_DEFAULT, log=print) -> Packs:
+def load_packs(
+    train_json: str,
+    tokenizer,
+    flags,
+    split: str | None = None,
+    limit: int = LONGEST_DEFAULT,
+    log=print,
+) -> Packs:
     """Packs of all files that find_files finds. Their documents are built once and then read from
     the cache, after verifying its checksums; packing them into rows takes a moment.
 
-    flags: a DataArgs. Its seq_len 0: fits 99 % of the documents, rounded up to a multiple of 128,
-    at most `limit`. pack_sequences: best fit of whole documents into rows; otherwise one padded
-    document per row. overlong, for documents of over seq_len tokens: "truncate" keeps the first
-    seq_len; "split" makes pieces of seq_len that do not see each other (a piece's first token has
-    no context and is not learnt, and its last slot predicts nothing); "drop" skips the document.
-    The cache: $LLM_DEMO_CACHE, else ~/.cache/llm_demo. Any number of processes may build the same
-    packs at once; letting one per node go first saves work. Packs.stats: a Stats.
+    split: of hub datasets that name none. flags: a DataArgs. Its seq_len 0: fits 99 % of the
+    documents, rounded up to a multiple of 128, at most `limit`. pack_sequences: best fit of whole
+    documents into rows; otherwise one padded document per row. overlong, for documents of over
+    seq_len tokens: "truncate" keeps the first seq_len; "split" makes pieces of seq_len that do not
+    see each other (a piece's first token has no context and is not learnt, and its last slot
+    predicts nothing); "drop" skips the document. The cache: $LLM_DEMO_CACHE, else
+    ~/.cache/llm_demo. Any number of processes may build the same packs at once; letting one per
+    node go first saves work. Packs.stats: a Stats.
 
     The commands check the flags; raises UserError for files or tokenizers that can't be used."""
-    files = find_files(train_json, flags.dataset_config, flags.dataset_split, log)
+    files = find_files(train_json, split, log)
     last_only = flags.learn_turns == "last"
     codec = Codec(tokenizer, flags.train_on_prompt, last_only, flags.learn_reasoning)
     key, identity = _identify(files, codec, flags, limit)

@@ -50,18 +50,15 @@ BLANK = object()  # a line without a row
 MOST_WEIGHT = 1000  # of a file in a mixture
 
 
-def find_files(
-    train_json: str, config: str | None = None, split: str | None = None, say: Callable = print
-) -> list[str]:
+def find_files(train_json: str, split: str | None = None, say: Callable = print) -> list[str]:
     """Expand files, folders, globs and hub datasets, separated by commas, in a fixed order: to
     paths, and to "id:split" or "id:config:split" for the hub.
 
     Globs and folders skip every x.heldout.*, unless the glob asks for them: evaluation data must
     not be trained on. Folders also skip test and validation splits. say(line) reports the skipped
-    files. config, split: for hub datasets that do not name their own. Raises UserError if there is
-    nothing to read."""
+    files. split: of hub datasets that name none. Raises UserError if there is nothing to read."""
     parts = [train_json] if os.path.exists(train_json) else train_json.split(",")
-    files = [file for part in parts for file in _expand(part.strip(), config, split, say)]
+    files = [file for part in parts for file in _expand(part.strip(), split, say)]
     for path in files:
         if not hub_parts(path) and suffix_of(path) in NOT_READ:
             raise UserError(
@@ -76,18 +73,18 @@ def find_files(
     return files
 
 
-def _expand(part: str, config: str | None, split: str | None, say: Callable) -> list[str]:
+def _expand(part: str, split: str | None, say: Callable) -> list[str]:
     """What one part of a list of sources names."""
     if os.path.isfile(part):
         return [part]
     if os.path.isdir(part):
         if os.path.isfile(os.path.join(part, "dataset_dict.json")):  # datasets' save_to_disk
-            part = os.path.join(part, split or "train")
+            part = os.path.join(part, "train")
         return _in_folder(part, say)
     if hub := hub_parts(part):
         if not (hub[2] or split):
             raise UserError(f"{part}: name the split to read, for example {part}:test")
-        return [with_split(part, config, split)]
+        return [part if hub[2] else f"{part}:{split}"]
     if not glob.has_magic(part):
         raise UserError(f"no such data file: {part or '(an empty name)'}")
     matches = [p for p in sorted(glob.glob(part, recursive=True)) if os.path.isfile(p)]
@@ -98,9 +95,7 @@ def _expand(part: str, config: str | None, split: str | None, say: Callable) -> 
     return matches
 
 
-def weighted(
-    train_json: str, config: str | None = None, split: str | None = "train"
-) -> tuple[str, list[float] | None]:
+def weighted(train_json: str) -> tuple[str, list[float] | None]:
     """(train_json without weights, the weight of each file that find_files then returns, None if
     none is given). "a.jsonl*2" has the weight 2 unless a file has this name. Raises UserError."""
     if os.path.exists(train_json) or "*" not in train_json:
@@ -125,7 +120,7 @@ def weighted(
         parts.append((part if weight is None else name, weight))
     if all(weight is None for _, weight in parts):
         return train_json, None
-    quiet = functools.partial(find_files, config=config, split=split, say=lambda line: None)
+    quiet = functools.partial(find_files, split="train", say=lambda line: None)
     weights = [1 if weight is None else weight for name, weight in parts for _ in quiet(name)]
     return ",".join(name for name, _ in parts), weights
 
@@ -137,14 +132,6 @@ def hub_parts(name: str) -> tuple[str, str | None, str | None] | None:
     if not match or os.path.isdir(name.split("/")[0]) or suffix_of(name) in FILES:
         return None
     return match.groups()
-
-
-def with_split(name: str, config: str | None, split: str | None = None) -> str:
-    """A hub dataset as id:config:split, with these where it names none. Others: the name."""
-    hub = hub_parts(name)
-    if not hub:
-        return name
-    return ":".join(filter(None, (hub[0], hub[1] or config, hub[2] or split)))
 
 
 def _in_folder(folder: str, say: Callable) -> list[str]:
@@ -391,7 +378,7 @@ def _hub_rows(source: str):
         reason = " ".join(str(error).split())[:300] or repr(error)
         raise UserError(
             f"{source}: not a local file, and loading it from the hub failed: {reason} "
-            "(see --dataset_config and --dataset_split)"
+            "(a dataset is named id, id:split or id:configuration:split)"
         ) from None
 
 

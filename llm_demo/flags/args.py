@@ -67,11 +67,10 @@ class DataArgs:
 
     train_json: str = flag(
         str(ROOT / "data/sft_en.jsonl"),
-        "Files separated by commas, a glob, a folder or a hub dataset; my.jsonl*2: twice.",
+        "Files separated by commas, a glob, a folder or a hub dataset (id:split or "
+        "id:configuration:split); my.jsonl*2: twice.",
         path=True,
     )
-    dataset_config: str | None = flag(None, "Configuration of a hub dataset, such as main.")
-    dataset_split: str | None = flag(None, "Split of a hub dataset to train on. Default: train.")
     eval_json: str = flag(
         "auto",
         "Held-out data; a hub dataset with its split, such as openai/gsm8k:test. auto: "
@@ -154,9 +153,6 @@ class TrainArgs:
         "cosine", "Decay after the warm-up. cosine and linear end at a tenth of --lr."
     )
     max_grad_norm: float = flag(1.0, "Clip the global gradient norm to this. 0: no clipping.")
-    max_skipped_steps: int = flag(
-        20, "Stop after so many steps in a row with a NaN or infinite loss or norm. 0: never."
-    )
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = flag(
         "auto",
         "Compute dtype; trained weights are always fp32. auto: fp32 on a CPU, bf16 on a GPU that "
@@ -186,9 +182,7 @@ class RunArgs:
     overwrite: bool = flag(False, "Replace the earlier run in --output_dir. Off: an error.")
     save: bool = flag(True, "Save a checkpoint at the end and when a signal stops the run.")
     save_every: int = flag(0, "Also save a checkpoint every so many optimizer steps. 0: never.")
-    save_async: bool = flag(True, "Write the checkpoints of --save_every in the background.")
     keep_last: int = flag(2, "Checkpoints to keep; older ones are deleted. 0: all.")
-    keep_best: bool = flag(False, "Also keep the checkpoint with the lowest held-out loss.")
     resume: str | None = flag(
         None,
         "auto: resume from the newest complete checkpoint in --output_dir, or start if there is "
@@ -201,9 +195,10 @@ class RunArgs:
     )
     log_every: int = flag(1, "Optimizer steps between log lines.", at_least=1)
     eval_every: int = flag(0, "Steps between evaluations. 0: only before and after training.")
-    early_stopping: int = flag(0, "End after so many evaluations without a better one. 0: never.")
-    eval_batch_size: int = flag(
-        0, "Rows per rank in evaluation. 0: --micro_batch_size.", at_most=MAX_COUNT
+    early_stopping: int = flag(
+        0,
+        "End after so many evaluations without a better one. The best checkpoint is kept and "
+        "exported. 0: never.",
     )
     sample_tokens: int | None = flag(
         None, "Tokens per sample answer at the end. 0: no samples. Default: 32, long rows: 0."
@@ -279,10 +274,8 @@ class Args(RunArgs, TrainArgs, DataArgs, ModelArgs):
                     f"--early_stopping: --eval_every {args.eval_every} must be a multiple of "
                     f"--save_every {args.save_every}, so that the best checkpoint exists"
                 )
-            args.keep_best = True
-        for name in ("save_every", "keep_best"):
-            if getattr(args, name) and not args.save:
-                raise UserError(f"--{name} needs checkpoints: drop it, or --no_save")
+        if args.save_every and not args.save:
+            raise UserError("--save_every needs checkpoints: drop it, or --no_save")
         if args.resume and args.overwrite:
             raise UserError("--resume keeps the run's folder and --overwrite empties it: use one")
         if args.eval_fraction is not None and args.eval_json not in ("auto", "none"):

@@ -46,7 +46,7 @@ also reads environment variables with a flag's name in capitals, and MODEL; see 
 
 def flag(
     default, help: str, *, positive=False, at_least=0, at_most=None, env=None, path=False,
-    form=None, saves_memory="", gone=None, alone=None,
+    form=None, saves_memory="", alone=None,
 ):  # fmt: skip
     """A dataclass field that is a flag.
 
@@ -57,7 +57,6 @@ def flag(
         path: it names files or folders, separated by commas, in which ~ is the home folder.
         saves_memory: the value to suggest after running out of GPU memory, then a remark, if any.
         alone: what the flag means without a value.
-        gone: {a choice that earlier versions had: what to use instead}.
     """
     return dataclasses.field(default=default, metadata=locals())  # all arguments, by name
 
@@ -101,8 +100,6 @@ def value_of(field: dataclasses.Field, text: str):
         raise UserError(f"{given}: must {bound}")
     if rules["form"] and not re.fullmatch(rules["form"][0], text, re.ASCII):
         raise UserError(f"{given}: must be {rules['form'][1]}")
-    if rules["gone"] and value in rules["gone"]:
-        raise UserError(f"{given} has been removed: use {rules['gone'][value]}")
     if (allowed := choices_of(field)) and value not in allowed:
         raise UserError(f"{given}: choose from {', '.join(allowed)}")
     return ",".join(local(part, f"--{field.name} ") for part in text.split(",")) if path else value

@@ -53,12 +53,11 @@ def look(args, first_node: bool = True) -> None:
         find_here(tokenizer)
     refuse_absent("--chat_template", args.chat_template)
     refuse_absent("--deepspeed_config", args.deepspeed_config)
-    config, split = args.dataset_config, args.dataset_split or "train"
-    train_json, _ = weighted(args.train_json, config, split)
+    train_json, _ = weighted(args.train_json)
     eval_json = heldout_file(args)
     quiet = lambda line: None  # noqa: E731
-    train = find_files(train_json, config, split, say=quiet)
-    heldout = [] if eval_json == "none" else find_files(eval_json, config, say=quiet)
+    train = find_files(train_json, split="train", say=quiet)
+    heldout = [] if eval_json == "none" else find_files(eval_json, say=quiet)
     from llm_demo.data.check import check_rows  # imports numpy: after what needs none
 
     check_rows(train, args)

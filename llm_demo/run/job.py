@@ -21,7 +21,6 @@ from llm_demo.core.timer import StepTimer
 from llm_demo.data.labels import stop_tokens
 from llm_demo.data.packs import prompts_of
 from llm_demo.data.questions import question_reader
-from llm_demo.data.sources import with_split
 from llm_demo.export import export, export_of
 from llm_demo.flags.args import Args, DataArgs
 from llm_demo.machine.dist import from_rank0
@@ -154,7 +153,7 @@ def check_disk(job: Job) -> None:
     trained = lora.parameters if lora else parameters_of(config)
     size = state_bytes(args) * trained
     saves = 1 + (job.plan.horizon.max_steps - 1) // args.save_every if args.save_every else 1
-    kept = args.keep_last + args.keep_best if args.keep_last else saves
+    kept = args.keep_last + bool(args.early_stopping) if args.keep_last else saves
     most = min(saves, kept + 1)  # the next one is complete before the oldest is removed
     there = len(published(job.saver.folder))
     above = next(p for p in (log.folder, *log.folder.absolute().parents) if p.exists())
@@ -374,9 +373,7 @@ def evaluate(exported: Path, args: Args) -> str:
     trained = not folder.is_dir() or any(folder.glob("*.safetensors"))
     trained &= not args.tokenizer_name_or_path  # the base may have no tokenizer
     data = "FILE" if args.eval_json in ("auto", "none") else args.eval_json
-    parts = (with_split(part.strip(), args.dataset_config) for part in data.split(","))
-    flags = ["--data", ",".join(parts) if args.dataset_config else data]
-    flags += ["--seq_len", args.seq_len]
+    flags = ["--data", data, "--seq_len", args.seq_len]
     flags += ["--train_on_prompt"] * args.train_on_prompt
     for name in DATA_FLAGS:
         if (value := getattr(args, name)) != getattr(DataArgs, name):

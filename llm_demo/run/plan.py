@@ -31,7 +31,7 @@ from llm_demo.data.packs import (
     shares_of_files,
     split_off,
 )
-from llm_demo.data.sources import hub_parts, weighted
+from llm_demo.data.sources import weighted
 from llm_demo.flags.args import MAX_STEPS, Args
 from llm_demo.machine.device import dtype_name, prepare_device
 from llm_demo.machine.dist import from_rank0, once_per_node, same_on_all_nodes
@@ -169,24 +169,15 @@ def load_data(
 
     seq_len 0: derived from the lengths of the training documents, at most `limit`."""
     eval_json = heldout_file(args)
-    split = args.dataset_split or "train"
-    train_json, weights = weighted(args.train_json, args.dataset_config, split)
-    either = f"{train_json},{eval_json}"
-    for name, named in (("dataset_config", either), ("dataset_split", train_json)):
-        if getattr(args, name) and not any(hub_parts(part.strip()) for part in named.split(",")):
-            raise UserError(
-                f"--{name} {getattr(args, name)} applies only to hub datasets, and "
-                f"--train_json {train_json} is not one"
-            )
+    train_json, weights = weighted(args.train_json)
 
-    def load(path: str, seq_len: int, split: str | None = None, skip: bool | None = None) -> Packs:
-        flags = {"seq_len": seq_len, "dataset_split": split, "skip_bad_rows": skip}
-        flags = dataclasses.replace(args, **flags)
-        return load_packs(path, tokenizer, flags, limit=limit, log=say)
+    def load(path: str, seq_len: int, split: str | None, skip: bool | None) -> Packs:
+        flags = dataclasses.replace(args, seq_len=seq_len, skip_bad_rows=skip)
+        return load_packs(path, tokenizer, flags, split=split, limit=limit, log=say)
 
     asked = seq_len or args.seq_len
     train = once_per_node(
-        world, functools.partial(load, train_json, asked, split, args.skip_bad_rows)
+        world, functools.partial(load, train_json, asked, "train", args.skip_bad_rows)
     )
     if not asked:
         say(f"seq_len: {train.seq_len} ({train.stats.seq_len_why})")
@@ -199,7 +190,7 @@ def load_data(
     if eval_json == "none":
         say("held-out: none given, so no held-out loss; --eval_fraction 0.1 holds out a tenth")
         return train, None, eval_json
-    heldout = once_per_node(world, functools.partial(load, eval_json, train.seq_len))
+    heldout = once_per_node(world, functools.partial(load, eval_json, train.seq_len, None, None))
     learnt, asked = map(contents, (train, heldout))
     for path in sorted(path for path, content in asked.items() if content in learnt.values()):
         say(
@@ -218,9 +209,8 @@ def contents(packs: Packs) -> dict[str, str]:
 def check_data(args: Args, world: World, train: Packs, heldout: Packs | None, config) -> Data:
     """Raises UserError for data that nodes or the model's embedding don't have, and for flags that
     need held-out data without it."""
-    for flag in ("early_stopping", "keep_best"):  # the first sets the second
-        if getattr(args, flag) and not heldout:
-            raise UserError(f"--{flag} needs held-out data: --eval_json or --eval_fraction")
+    if args.early_stopping and not heldout:
+        raise UserError("--early_stopping needs held-out data: --eval_json or --eval_fraction")
     held = {f"held-out {k}": v for k, v in heldout.stats.identity.items()} if heldout else {}
     model = {"model configuration": fingerprint(config)}
     same_on_all_nodes(world, train.stats.identity | held | model)

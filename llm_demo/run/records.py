@@ -26,6 +26,8 @@ from llm_demo.run.log import Log
 SETTLED = 3  # steps after which the allocator should have all that a step needs
 COLUMNS = ("micro_bsz", "GA", "ckpt", "dtype", "step_ms", "comm_ms", "toks/s", "peak_mem(G)")
 TIMES = ("perf/comm_ms", "perf/comm_exposed_ms", "perf/comm_wait_ms")  # None: not measured
+MAX_SKIPPED_STEPS = 20  # consecutive steps with a non-finite loss or norm; the run then ends
+CHECKED_TOGETHER = 10  # steps whose values are copied from the device at once
 MEDIANS = ("step_ms", "data_ms", "toks_per_s", "label_toks_per_s", "slots_per_s")
 
 
@@ -100,7 +102,7 @@ class Records:
         read: Callable[[], Timings] | None, loss: torch.Tensor, norm: torch.Tensor,
     ) -> None:  # fmt: skip
         """Add optimizer step `step` (from 1). Raises UserError, on every rank, after
-        --max_skipped_steps consecutive steps with a non-finite loss or norm.
+        MAX_SKIPPED_STEPS consecutive steps with a non-finite loss or norm.
 
         n_tokens, n_labels: over all ranks. read: of StepTimer.end, None if the step is not logged.
         loss: this rank's share; norm: the same on every rank; 0-dim tensors on the device."""
@@ -244,11 +246,8 @@ class Records:
     def _watch(self, step: int, value: torch.Tensor) -> None:
         """If not every step is logged, check all steps for non-finite values, in groups, some steps
         later. value: not finite if this rank's loss or the norm is not."""
-        limit = self.args.max_skipped_steps
-        if not limit:
-            return
         self.unchecked.append(value)
-        if len(self.unchecked) == max(1, min(limit // 2, 10)) or step == self.max_steps:
+        if len(self.unchecked) == CHECKED_TOGETHER or step == self.max_steps:
             values = torch.stack(self.unchecked).to("cpu", non_blocking=True)
             event = torch.get_device_module(self.world.device).Event()
             event.record()
@@ -263,10 +262,10 @@ class Records:
 
     def _count(self, step: int, bad: bool) -> None:
         self.bad_steps = self.bad_steps + 1 if bad else 0
-        if self.bad_steps >= self.args.max_skipped_steps > 0:
+        if self.bad_steps >= MAX_SKIPPED_STEPS:
             raise UserError(
                 f"loss or gradient norm not finite in {self.bad_steps} steps in a row, up to step "
-                f"{step} (--max_skipped_steps): check the data, try a lower --lr or --dtype fp32;"
+                f"{step}: check the data, try a lower --lr or --dtype fp32;"
                 f" {last_checkpoint(self.log.folder)}"
             )
 

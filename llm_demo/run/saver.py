@@ -34,7 +34,7 @@ from llm_demo.run.log import Log
 # a change of these settings on resume is logged, since it may be intended
 SETTINGS = (
     "lr_scheduler", "warmup_steps", "weight_decay", "max_grad_norm", "dtype", "lr", "max_steps",
-    "eval_json", "router_aux_loss", "router_bias_update", "psgd_rank", "psgd_start",
+    "eval_json", "router_aux_loss", "router_bias_update", "psgd_rank",
     "lora_dropout", "freeze_router", "optim_state", "fp8",
 )  # fmt: skip
 
@@ -56,7 +56,7 @@ class Saver:
         self.args, self.world, self.log = args, world, log
         self.identity, self.copies, self.describe = identity, copies, describe
         self.adapters, self.model = adapters, model or {}
-        self.in_background = args.save_async
+        self.in_background = True  # unless the host is short of memory
         self.folder = log.folder / "checkpoints"
         self.settings = {k: log.settings[k] for k in SETTINGS if k in log.settings}
         # its own group: the writing thread communicates while the ranks train
@@ -361,7 +361,7 @@ class Saver:
             return
         names = [path.name for path in published(self.folder)]
         keep = {newest, *names[: self.args.keep_last]}
-        if self.args.keep_best:
+        if self.args.early_stopping:
             evals = checkpoint_files.facts_of(self.folder / newest)["evals"]  # all of this run
             losses = {f"step_{step:08d}": loss for step, loss in evals if math.isfinite(loss)}
             keep |= {min((n for n in names if n in losses), key=losses.get, default=newest)}
