@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from llm_demo.core.mesh import gather_rows, keep_parts, known, spread_tokens
+from llm_demo.core.mesh import gather_rows, keep_parts, known, narrowed, spread_tokens
 
 
 class Routers(nn.Module):
@@ -234,7 +234,7 @@ class _Rearrange(torch.autograd.Function):
         rows = x[inverse]
         if here is not None:
             rows = rows.where(here[:, None], 0)
-        return rows.unflatten(0, (-1, k)).sum(1, dtype=wide).to(x.dtype)
+        return narrowed(rows.unflatten(0, (-1, k)).sum(1, dtype=wide), x.dtype)
 
 
 def grouped_product(x, weight, ends):

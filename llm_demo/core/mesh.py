@@ -131,6 +131,12 @@ def _exchange_back(ctx, grad):
 exchange_rows.register_autograd(_exchange_back, setup_context=_keep_group)
 
 
+def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x in this dtype, for the end of an autograd function's forward: in compiled blocks PyTorch
+    2.11 drops the gradient of a result that `to` returns as it is."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gathers, group, size):
@@ -146,7 +152,7 @@ class _Spread(torch.autograd.Function):
         if gathers:
             return gather_rows(x, group, size)
         parts = exchange_rows(x, group).unflatten(0, (size, -1))
-        return parts.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+        return narrowed(parts.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)), x.dtype)
 
 
 def spread_tokens(x: torch.Tensor, gathers: bool, group: str, size: int) -> torch.Tensor:
