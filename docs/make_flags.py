@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from llm_demo.flags.args import SHARED  # noqa: E402
-from llm_demo.flags.parsing import choices_of, env_of, groups_of, kind_of, shown  # noqa: E402
+from llm_demo.flags.parsing import choices_of, env_of, flag_text, groups_of, kind_of  # noqa: E402
 from llm_demo.launch.settings import BUNDLED, FIRST_RUN, read_launcher  # noqa: E402
 
 TOP = """\
@@ -71,9 +71,9 @@ def page() -> str:
 def row(field: dataclasses.Field, launchers: dict[str, dict[str, str]]) -> list[str]:
     """The cells of a flag. The launcher cell has its value there, if that is not the default."""
     names = [field.name, f"no_{field.name}"] if kind_of(field) is bool else [field.name]
-    default = "" if field.default is None else shown(field.default)
+    default = "" if field.default is None else flag_text(field.default)
     env = env_of(field)
-    values = {name: shown(block.get(env, "")) for name, block in launchers.items()}
+    values = {name: flag_text(block.get(env, "")) for name, block in launchers.items()}
     values = {name: value for name, value in values.items() if value not in ("", default)}
     if len(set(values.values())) == 1 and len(values) == len(launchers):
         launcher = f"`{next(iter(values.values()))}`"

@@ -179,7 +179,7 @@ def choose_low_rank(job, params: list[nn.Parameter], grid: DeviceMesh) -> LowRan
     if REPLICA not in grid.mesh_dim_names:
         say("warning: --psgd_rank has no effect with one copy of the model")
         return None
-    start = args.warmup_steps
+    start = job.plan.horizon.warmup_steps
     low_rank = LowRank(params, args.psgd_rank, start, grid, job.saver.first_step)
     say(low_rank.describe())
     if start >= job.plan.horizon.max_steps:

@@ -8,7 +8,7 @@ from llm_demo.flags.args import ExpertArgs, SpreadArgs, StageArgs
 from llm_demo.flags.parsing import flag
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class FsdpPipeArgs(StageArgs):
     """FSDP inside a pipeline"""
 

@@ -17,8 +17,16 @@ from pathlib import Path
 from llm_demo.core.errors import UserError, printable
 from llm_demo.data.check import check_rows
 from llm_demo.data.sources import find_files
-from llm_demo.flags.args import DataArgs, TrainArgs
-from llm_demo.flags.parsing import PlainParser, choices, path_of, regex, whole
+from llm_demo.flags.args import DataArgs, TrainArgs, check_all, names_of
+from llm_demo.flags.parsing import (
+    PlainParser,
+    add_flag,
+    choices,
+    path_of,
+    regex,
+    remarks,
+    whole,
+)
 from llm_demo.machine.process import early
 from llm_demo.model.local_model import find_here
 from llm_demo.run.folder import refuse_inside_checkpoints, refuse_unwritable
@@ -29,16 +37,16 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--models", nargs="+", required=True, help="folders or hub ids, the base first")
     add("--data", required=True, help="files, folders, globs or hub splits, as in training")
-    add("--seq_len", type=whole(1), help="longer documents are truncated; default: the smallest "
-        "max_position_embeddings of the models")  # fmt: skip
-    add("--data_format", choices=choices(DataArgs, "data_format"), default="auto",
-        help="this and the next six: see the flags of the training scripts")  # fmt: skip
-    add("--input_key")
-    add("--target_key")
-    add("--train_on_prompt", action="store_true")
-    add("--learn_turns", choices=choices(DataArgs, "learn_turns"), default="all")
-    add("--learn_reasoning", choices=("true", "false"), default="true")
-    add("--chat_template_kwargs")
+    add(
+        "--seq_len",
+        type=whole(1),
+        help="longer documents are truncated; default: the smallest max_position_embeddings of the "
+        "models",
+    )
+    for name in names_of("evaluate"):
+        field = DataArgs.__dataclass_fields__[name]
+        if name != "seq_len":
+            add_flag(parser, field, f"{field.metadata['help']} {remarks(field, field.default)}")
     add("--batch_size", type=whole(1), help="documents per batch, fewer if they are long; default: "
         "on a GPU as many as fit in memory, at most 256; on a CPU 32")  # fmt: skip
     add("--rows", type=whole(), default=0, help="the first documents of each file; 0: all")
@@ -74,8 +82,7 @@ def check(args) -> None:
             f"--answer_regex {args.answer_regex}: put what to compare in a group, for example "
             "'Answer: (.*)'"
         )
-    args.learn_reasoning = args.learn_reasoning == "true"
-    DataArgs.check(args)
+    check_all(data_flags(args))
     if args.out:
         refuse_inside_checkpoints(args.out)
         refuse_unwritable(args.out, "--out")
@@ -84,15 +91,10 @@ def check(args) -> None:
     find_files(args.data, say=lambda line: None)
 
 
-DATA = (
-    "seq_len", "data_format", "input_key", "target_key", "train_on_prompt", "learn_turns",
-    "learn_reasoning", "chat_template_kwargs",
-)  # fmt: skip
-
-
 def data_flags(args) -> DataArgs:
     """The flags of the data, which is held out: bad rows are not skipped."""
-    flags = {name: getattr(args, name) for name in DATA}
+    flags = {name: getattr(args, name) for name in names_of("evaluate")}
+    flags["seq_len"] = args.seq_len or 0
     return DataArgs(pack_sequences=False, skip_bad_rows=None, **flags)
 
 

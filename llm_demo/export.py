@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from llm_demo.core.errors import UserError, printable
-from llm_demo.flags.args import TrainArgs
+from llm_demo.flags.args import TrainArgs, names_of
 from llm_demo.flags.parsing import PlainParser, choices, path_of, size
 from llm_demo.machine.process import early
 from llm_demo.run.inputs import refuse_used
@@ -92,9 +92,6 @@ from llm_demo.run.checkpoint_files import (
 ALONE = World(0, 1, 0, torch.device("cpu"))  # this process
 WEIGHTS = "model{suffix}.safetensors"
 READ = 1 << 30  # bytes of fp32 masters read at once, or one tensor that has more
-SHOWN = ("seq_len", "global_batch", "lr", "lr_scheduler", "warmup_steps", "weight_decay",
-         "max_grad_norm", "dtype", "seed", "train_on_prompt")  # fmt: skip
-SHOWN_OF_ADAPTERS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "base_bits")
 TEMPLATE = ("learn_reasoning", "chat_template_kwargs")
 IN_4_BITS = (
     "note: the adapters were trained over this base in 4 bits and are now added to its 16-bit "
@@ -381,7 +378,9 @@ def card(checkpoint: Path, name: str, lora: dict | None = None) -> str:
         settings = json.loads(read_text(file))
         base, parallelism = Path(settings["model_name_or_path"]).name, settings["parallelism"]
         data = [Path(part.strip()).name for part in settings["train_json"].split(",")]
-        shown = SHOWN + (SHOWN_OF_ADAPTERS if settings.get("lora_rank") else ())
+        shown = ("global_batch", *names_of("card"))
+        if settings.get("lora_rank"):
+            shown += names_of("adapter_card")
         # of the chat template: its text begins with them as defaults
         shown += tuple(key for key in TEMPLATE if settings.get(key) not in (None, True))
         quoted = {key: settings.get(key) for key in ("parallelism", "adapter", *shown)}

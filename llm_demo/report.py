@@ -18,6 +18,7 @@ from jinja2 import Environment
 from matplotlib.figure import Figure
 
 from llm_demo.core.errors import UserError
+from llm_demo.flags.args import names_of
 from llm_demo.flags.parsing import PlainParser, path_of
 from llm_demo.machine.files import write_text
 from llm_demo.machine.process import command, regular
@@ -33,16 +34,6 @@ from llm_demo.run.folder import (
     status,
 )
 
-JUDGED = (  # settings that decide which tokens a held-out loss is of
-    "eval_json", "eval_fraction", "seq_len", "overlong", "chat_template", "chat_template_kwargs",
-    "train_on_prompt", "learn_turns", "learn_reasoning", "model_name_or_path",
-    "tokenizer_name_or_path",
-)  # fmt: skip
-TRAINED_ON = (  # settings that decide how many tokens a step has, and how long they are
-    "train_json", "data_format", "input_key", "target_key",
-    "eval_fraction", "seq_len", "overlong", "pack_sequences", "chat_template",
-    "chat_template_kwargs", "tokenizer_name_or_path", "model_name_or_path",
-)  # fmt: skip
 GROUPS = 150  # of steps in a long line: their median and range are drawn
 PAGE = Path(__file__).with_suffix(".html")  # the template
 MARKER = "<!-- llm_demo report -->"  # only files with this marker are replaced
@@ -217,14 +208,16 @@ def facts(run, first) -> dict[str, object]:
     c, env, last = run.config, run.env, run.steps[-1] if run.steps else {}
     speed, step, mfu = (median(run.steps, f"perf/{k}") for k in ("toks_per_s", "step_ms", "mfu"))
     ratio = speed / (median(first.steps, "perf/toks_per_s") or math.nan)
-    compared = run is not first and math.isfinite(ratio) and same(run, first, TRAINED_ON)
+    compared = (
+        run is not first and math.isfinite(ratio) and same(run, first, names_of("trained_on"))
+    )
     tokens, labels = (short(number(last.get(f"data/{k}"))) for k in ("tokens", "label_tokens"))
     memory = peaks_of(last) if isinstance(peaks_of(last), list) else []
     memory = list(map(number, memory)) if len(memory) <= 8 else [max(map(number, memory))]
     losses, exact = (column(run.evals, key) for key in ("eval/loss", "eval/exact"))
     best, exact = min(finite_of(losses), default=math.nan), finite_of(exact)
     split = ("train_json",) if c.get("eval_fraction") else ()  # held out of the training data
-    other = losses and not same(run, first, (*JUDGED, *split))
+    other = losses and not same(run, first, (*names_of("held_out"), *split))
     seconds = number(run.summary.get("seconds"))
     return {
         "status": status(run),
@@ -262,11 +255,15 @@ def settings(run) -> dict[str, object]:
     return {key: value for key, value in flat.items() if key not in HIDDEN}
 
 
-HIDDEN = (  # what changes no result, noise, and what follows from other settings
-    "output_dir", "local_rank", "overwrite", "resume", "resume_anyway", "resumed_step", "export",
-    "report_to", "keep_last", "sample_tokens", "seed", "platform", "global_batch",
-    "data_parallel", "parallelism",
-)  # fmt: skip
+# what changes no result, noise, and what follows from other settings
+HIDDEN = (
+    *names_of("quiet"),
+    "resumed_step",
+    "platform",
+    "global_batch",
+    "data_parallel",
+    "parallelism",
+)
 UNUSED = {"None", "False", "0", "0.0", ""}
 
 

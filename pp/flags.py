@@ -9,7 +9,7 @@ from llm_demo.flags.parsing import flag
 from llm_demo.machine.files import ROOT
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class PipeArgs(StageArgs):
     """Pipeline"""
 
@@ -21,9 +21,16 @@ class PipeArgs(StageArgs):
     deepspeed_config: str = flag(
         str(ROOT / "pp/ds_pp_2gpus.json"),
         "DeepSpeed configuration. It holds switches only; flags set the numbers.",
+        tags="input per_node",
+        off="",
         path=True,
     )
-    local_rank: int = flag(0, "Passed by DeepSpeed's launcher, ignored: LOCAL_RANK counts.", env="")
+    local_rank: int = flag(
+        0,
+        "Passed by DeepSpeed's launcher, ignored: LOCAL_RANK counts.",
+        tags="per_node quiet",
+        env="",
+    )
 
     @staticmethod
     def check(args) -> None:

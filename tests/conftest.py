@@ -19,7 +19,7 @@ import psutil
 import pytest
 from import_once import ALWAYS
 
-from llm_demo.flags.args import Args
+from llm_demo.flags.args import type_of
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "models/qwen3-tiny"
@@ -217,7 +217,7 @@ def refused(message, error=None):
 
 def args_with(**given):
     """The flags of a script, these given."""
-    args = Args()
+    args = type_of()()
     vars(args).update(given)
     return args
 

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import filesystem
 
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
+from llm_demo.flags.args import names_of
 from llm_demo.machine.dist import lost_peer
 from llm_demo.run import checkpoint_files, saver
 
@@ -26,7 +27,7 @@ class Voice:
 
     def __init__(self, folder, lr=0.1, **settings):
         self.folder, self.said = folder, []
-        defaults = dict.fromkeys(saver.SETTINGS) | {"max_steps": 99}
+        defaults = dict.fromkeys(names_of("resume")) | {"max_steps": 99}
         self.settings = {**defaults, "lr": lr, **settings}
 
     def say(self, text):

@@ -71,7 +71,7 @@ def held_by(row, config_of_run):
         replicas = ranks if getattr(args, "replicas", 1) == "all" else 1
         kept = config_of_run.get("attention_kept", 0)
         if row["seq_len"] > 65_536 and "attention_kept" not in config_of_run:  # it was chosen
-            args.device_memory_gb = 140
+            args = args_with(**vars(args) | {"device_memory_gb": 140})
             kept, _ = fsdp.attention_kept(*job, ranks, args.fsdp, 1)
         job = args, config, compute._replace(attention_kept=kept), train
         return fsdp.held(*job, ranks // replicas, args.fsdp) * replicas, job
@@ -354,7 +354,7 @@ def test_copies_that_do_not_fit_are_refused_and_errors_of_psgd_counted():
     with pytest.raises(UserError, match=r"copy on 1 GPU\(s\) needs .* fewer replicas than 4"):
         fsdp.refuse_replicas(*job, 1, 4)
     plain = fsdp.held(*job, 2, True)[0].optimizer
-    args.psgd_rank = 32
+    job = args_with(**vars(args) | {"psgd_rank": 32}), EIGHT, BF16, FULL
     errors = fsdp.held(*job, 2, True)[0].optimizer - plain
     halves = 8_190_735_360 / 2, 151_936 * 4096 / 2  # all, and the largest matrix
     assert errors == pytest.approx(4 * halves[0] + 8 * halves[1], rel=1e-3)
@@ -610,7 +610,8 @@ def test_a_stage_has_its_own_blocks(of, size, monkeypatch):
         if size == 1:  # 4 slots of 2 rows
             added = [b["activations"] - a["activations"] for a, b in zip(found, more, strict=True)]
             assert added == pytest.approx([4 * 2 * 1024 * 256 * 2 / 2**30] * 2)
-        copies.copy_engines = None  # they may be chosen
+        # they may be chosen
+        copies = args_with(**vars(args) | {"copy_engines": None})
         assert peaks(of.held(copies, *job[1:], 1, [1, 2]), job) == more
     parameters = [(n * size + 512 * 256) / 2**30 for n in (1, 16)]  # with an end of the model
     weights = 6 if of is pipeline else 4

@@ -219,11 +219,14 @@ def test_bad_data_is_one_line_before_a_model_is_loaded(folder, tmp_path, monkeyp
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("--data_format csv", "--data_format: invalid choice: 'csv'"),
-        ("--learn_turns first", "--learn_turns: invalid choice: 'first'"),
-        ("--input_key prompt", "--input_key and --target_key name a pair of columns: set both"),
+        ("--data_format csv", "--data_format csv: choose from auto"),
+        ("--learn_turns first", "--learn_turns first: choose from all, last"),
+        ("--input_key prompt", "--input_key needs --target_key: they name a pair of columns"),
         ("--seq_len 7", "--seq_len 7 is too small: the minimum is 8"),
-        ("--learn_turns last --train_on_prompt", "contradict each other"),
+        (
+            "--learn_turns last --train_on_prompt",
+            "--train_on_prompt does not work with --learn_turns last",
+        ),
         (f"--out {__file__}", "--out .*test_evaluate.py is a file: name a folder"),
         ("--date tomorrow", "--date: tomorrow: must be a date, as 2026-01-31"),
         # it would find the same in every answer

@@ -18,10 +18,9 @@ from llm_demo.check import __main__ as check
 from llm_demo.core import attention
 from llm_demo.core.errors import UserError
 from llm_demo.data import records
-from llm_demo.flags import args, parsing
+from llm_demo.flags import args, parsing, rules
 from llm_demo.flags.parsing import choices, env_of, groups_of
 from llm_demo.launch.settings import FIRST_RUN, without_effect
-from llm_demo.run.folder import INPUTS
 
 GROUPS = {kind: groups_of(ROOT / kind) for kind in ("fsdp", "pp", "zero", "fsdp_pp")}
 LAUNCHERS = {kind: f"{kind}/launch_{kind}.sh" for kind in GROUPS}
@@ -144,8 +143,7 @@ EARLY = [
     ("fsdp", "--seq_len 7", "--seq_len 7 is too small: the minimum is 8"),
     ("fsdp", "--profile_steps 3",
      "--profile_steps 3: must be two steps such as 5:7, counted from 1"),
-    ("fsdp", "--resume auto", "--resume auto needs --output_dir, the run to resume"),
-    ("fsdp", "--copy_engines --no_fsdp", "--copy_engines requires FSDP with --dtype bf16 or fp16"),
+    ("fsdp", "--resume auto", "--resume auto needs --output_dir: that is the run to resume"),
     ("pp", "--optimizer_on_host", "--optimizer_on_host: only for fsdp/"),
     ("zero", "--optimizer_on_host", "--optimizer_on_host: only for fsdp/"),
     ("zero", "--lora-rank=16", "--lora-rank=16: only for fsdp/"),
@@ -155,9 +153,6 @@ EARLY = [
        "fsdp_pp/") for kind in ("pp", "zero")),
     ("fsdp", "--fp8 tensorwise", "--fp8 tensorwise: choose from none, rowwise_gw, rowwise, "
      "blockwise"),
-    ("fsdp_pp", "--fp8 rowwise --fp16", "--fp8 rowwise needs --dtype bf16, not fp16"),
-    ("fsdp", "--fp8 --router_aux_loss 0.1", "--router_aux_loss counts the experts chosen in a pass "
-     "without fp8: drop --fp8"),
     ("fsdp", "--optim_state fp16", "--optim_state fp16: choose from fp32, bf16"),
     ("pp", "--micro_batch_size 0", "--micro_batch_size 0: must be at least 1"),
     ("pp", "--fsdp", "--fsdp: only for fsdp/"),
@@ -225,6 +220,67 @@ def test_two_dashes_are_no_value(kind, record_property):
             tried += 1
     assert tried > 100
     record_property("bad inputs", tried)
+
+
+# ---------------------------------------------------------------- rules
+
+
+def words_for(condition, kind):
+    """Flags that fulfil a condition of a rule: one that is set, or NAME=VALUE."""
+    name, _, value = condition.partition("=")
+    field = next(f for f in fields(kind) if f.name == name)
+    if not value:
+        others = {field.default, field.metadata["off"]}
+        tries = ("true", "2", "0.5", "4", "a", *parsing.choices_of(field))
+        allowed = [text for text in tries if not parsing.problem_of(field, text)]
+        value = next(text for text in allowed if parsing.value_of(field, text) not in others)
+    return f"--{name}={value}"
+
+
+@pytest.mark.parametrize("rule", rules.RULES, ids=lambda rule: f"{rule.flag}-{rule.other}")
+def test_every_rule_is_kept(rule, record_property):
+    record_property("bad inputs", 1)
+    tried = 0
+    for kind in GROUPS:
+        names = {field.name for field in fields(kind)}
+        if not {part.partition("=")[0] for part in (rule.flag, rule.other)} <= names:
+            continue
+        one, both = [words_for(rule.flag, kind)], [words_for(rule.other, kind)]
+        both = one + both
+        refused, allowed = (both, one) if rule.relation == rules.NOT_WITH else (one, both)
+        flags_of = [flags_without_checks(kind, words) for words in (refused, allowed)]
+        assert [rules.is_broken(rule, flags) for flags in flags_of] == [True, False]
+        said = rules.message_of(rule, flags_of[0])
+        assert rule.relation in said and said.endswith(rule.why)
+        with pytest.raises(UserError):
+            parse(kind, " ".join(refused))
+        tried += 1
+    assert tried
+
+
+def flags_without_checks(kind, words):
+    given = parsing.parser_of("", [*args.SHARED, *GROUPS[kind]], {}).parse_args(words)
+    del given.help
+    return args.type_of(GROUPS[kind])(**vars(given))
+
+
+@pytest.mark.parametrize("kind, words, message", [
+    ("fsdp_pp", "--fp8 rowwise --fp16", "--fp8 does not work with --dtype fp16: it takes bf16"),
+    ("zero", "--save_every 5 --no_save", "--save_every does not work with --no_save"),
+    ("fsdp", "--psgd_rank 4", "--psgd_rank needs --replicas: it compresses sums over them"),
+])  # fmt: skip
+def test_what_is_said_of_a_rule(kind, words, message):
+    with pytest.raises(UserError, match=f"^{message}$"):
+        parse(kind, words)
+
+
+def test_flags_are_frozen_and_those_of_other_scripts_are_off():
+    flags = parse("zero")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        flags.lr = 1.0
+    assert (flags.stages, flags.lora_rank, flags.reshard_after_forward) == (1, 0, False)
+    assert parse("fsdp").deepspeed_config == "" and "stages" not in vars(flags)
+    assert parse("fsdp", "--early_stopping 1 --eval_every 4").save_every == 4
 
 
 # ---------------------------------------------------------------- help
@@ -356,7 +412,7 @@ def test_a_home_folder_is_meant_by_its_sign(monkeypatch):
     """The shell leaves --output_dir=~/x as it is, and what a variable holds."""
     monkeypatch.setenv("HOME", "/home/me")
     paths = {f.name for kind in GROUPS for f in fields(kind) if f.metadata["path"]}
-    assert paths == {*INPUTS, "output_dir", "resume"}
+    assert paths == {*args.names_of("input"), "output_dir", "resume"}
     paths -= {"adapter"}  # which is read as it is parsed
     words = " ".join(f"--{name}=~/x" for name in paths)
     parsed = parse("zero", f"{words} --train_json=~/a,b~,~/c")

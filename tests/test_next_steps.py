@@ -60,7 +60,7 @@ def test_a_hub_dataset_and_turns_are_named_as_the_run_had_them(folder):
     found = said(folder, eval_json="openai/gsm8k:main:test", **flags)
     args = evaluate.make_parser().parse_args(words(found["evaluate"]))
     assert (args.data, args.learn_turns) == ("openai/gsm8k:main:test", "last")
-    assert args.learn_reasoning == "false" and args.chat_template_kwargs == variables
+    assert args.learn_reasoning is False and args.chat_template_kwargs == variables
 
 
 def test_the_best_checkpoint_is_exported_after_early_stopping(folder):

@@ -1,5 +1,6 @@
 """The numbers of a step, which a device copies to the host while the host goes on."""
 
+import dataclasses
 import re
 from types import SimpleNamespace
 
@@ -101,7 +102,7 @@ def test_communication_that_is_not_measured_is_not_zero():
 def test_times_are_of_a_step_and_of_the_slowest_rank():
     """Two steps are logged together, of two ranks."""
     timer, records, recorded, _ = a_run(4, "--log_every", "2")
-    records.args.comm_timer = True
+    records.args = dataclasses.replace(records.args, comm_timer=True)
     other = iter((3.0, 1.0))  # the other rank's ms for data; this rank's are 2
 
     def gather(mine, operations):

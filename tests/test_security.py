@@ -28,6 +28,7 @@ from llm_demo import chat, evaluate, export, fit, report
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
 from llm_demo.export import find_base
+from llm_demo.flags.args import names_of
 from llm_demo.model.model_folder import describe_model, find_source, load_model
 from llm_demo.model.source import find_model, load_config, load_tokenizer
 from llm_demo.model.weights_files import open_weights, weights_in
@@ -92,7 +93,7 @@ def export_of(folder):
 
 def resume_from(folder):
     flags = {"save": False, "resume": str(folder), "resume_anyway": True}
-    settings = {**dict.fromkeys(saver.SETTINGS), "lr": 0, "max_steps": 9}
+    settings = {**dict.fromkeys(names_of("resume")), "lr": 0, "max_steps": 9}
     log = SimpleNamespace(folder=folder.parent, say=print, settings=settings)
     checkpoints = saver.Saver(SimpleNamespace(**flags), WORLD, log, {})
     shapes = checkpoint_files.shapes_of(folder)

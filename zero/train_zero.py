@@ -5,6 +5,7 @@ bash zero/launch_zero.sh --model_name_or_path Qwen/Qwen3-0.6B --train_json my.js
 bash zero/launch_zero.sh --deepspeed_config zero/ds_zero3_offload.json
 """
 
+import dataclasses
 import functools
 
 import llm_demo  # noqa: F401  first: it catches what imports refuse
@@ -43,9 +44,10 @@ def main() -> None:
 
     world = start()
     switches = ds_engine.read_switches(args.deepspeed_config)
-    job = Job(args, world, "zero")
     if switches["zero_optimization"]["stage"] == 3:
-        args.comm_timer = False  # its gathers and reductions end later than the calls
+        # its gathers and reductions end later than the calls
+        args = dataclasses.replace(args, comm_timer=False)
+    job = Job(args, world, "zero")
     job.log.resolved(parallelism=ds_engine.parallelism_of(switches), comm_timer=args.comm_timer)
     job.decide(world.size, refuse_experts)
     settings = ds_engine.engine_config(switches, args, job.plan.compute)

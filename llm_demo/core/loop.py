@@ -42,7 +42,7 @@ def train(job, engine) -> None:
         # rows and label count of the whole step over all ranks, known without communication
         rows = plan.rows_of(n)
         n_tokens, n_labels = token_counts(train_rows, rows)
-        lr = lr_at(n, plan.horizon.lr, args.warmup_steps, end, args.lr_scheduler)
+        lr = lr_at(n, plan.horizon.lr, plan.horizon.warmup_steps, end, args.lr_scheduler)
         loss, norm = engine.step(rows, n_labels, lr)
         if n == first:
             settle(job.world.device)

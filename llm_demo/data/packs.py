@@ -16,6 +16,7 @@ from llm_demo.core.rows import IGNORE_INDEX, Packs
 from llm_demo.data.build import LONGEST_DEFAULT, read, write_documents
 from llm_demo.data.labels import Codec
 from llm_demo.data.sources import content_of, find_files, place_of, suffix_of
+from llm_demo.flags.args import names_of
 from llm_demo.machine.cache import build
 from llm_demo.machine.files import cache_folder
 from llm_demo.machine.text import counted, progress
@@ -24,11 +25,6 @@ FORMAT = 10  # of a pack; increase it when the same files are read, labelled or 
 SPLIT_SEED = 0  # not --seed, so that runs with other seeds have the same held-out documents
 SHOWN = 400  # tokens from each end of a long example
 MOST_DOCUMENTS = 200_000_000  # of all passes of a mixture: a few GB of numbers
-# Flags that the rows of a step depend on; with the file's content they identify them.
-FLAGS = (
-    "seq_len", "pack_sequences", "train_on_prompt", "data_format", "input_key", "target_key",
-    "overlong", "learn_turns", "learn_reasoning", "skip_bad_rows",
-)  # fmt: skip
 
 
 def load_packs(
@@ -88,7 +84,7 @@ def _identify(files: list[str], codec: Codec, flags, limit: int) -> tuple[str, d
     identity = {f"content of data file {n}": text[:16] for n, text in enumerate(contents, 1)}
     identity["tokenizer"] = _hash(codec.backend.to_str() + specials)[:16]
     identity["chat template"] = _hash(str(tokenizer.chat_template))[:16]
-    identity |= {name: getattr(flags, name) for name in FLAGS}
+    identity |= {name: getattr(flags, name) for name in names_of("rows")}
     defaults = {"learn_turns": "all", "learn_reasoning": True, "skip_bad_rows": False}
     for name, default in defaults.items():
         if identity[name] == default:

@@ -5,6 +5,7 @@ is imported, so that a launcher can check all flags before torch is imported.
 """
 
 import dataclasses
+import functools
 import re
 import sys
 from typing import Literal
@@ -12,12 +13,14 @@ from typing import Literal
 from llm_demo.core.errors import UserError
 from llm_demo.flags.parsing import (
     flag,
+    flag_text,
+    own_fields,
     parser_of,
     refuse_unknown,
-    shown,
     template_variables,
     value_of,
 )
+from llm_demo.flags.rules import check_rules
 from llm_demo.machine.cards import CARDS
 from llm_demo.machine.files import ROOT
 from llm_demo.machine.text import counted
@@ -28,21 +31,28 @@ MAX_ROWS = 2**20  # of a rank in a step
 MAX_COUNT = 2**16  # rows of a micro-batch, micro-batches of a step, rank of adapters
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class ModelArgs:
     """Model"""
 
     model_name_or_path: str = flag(
         str(ROOT / "models/qwen3-tiny"),
         "Hugging Face model: a folder or a hub id. Random weights if the folder has none.",
+        tags="input per_node held_out trained_on",
         env="MODEL",
         path=True,
     )
     tokenizer_name_or_path: str | None = flag(
-        None, "Tokenizer: a folder or a hub id. Default: the model's own.", path=True
+        None,
+        "Tokenizer: a folder or a hub id. Default: the model's own.",
+        tags="input per_node held_out trained_on",
+        path=True,
     )
     chat_template: str | None = flag(
-        None, "File with a Jinja chat template. Default: the tokenizer's own.", path=True
+        None,
+        "File with a Jinja chat template. Default: the tokenizer's own.",
+        tags="input per_node held_out trained_on",
+        path=True,
     )
     attn_impl: Literal[
         "auto", "sdpa", "varlen_cudnn", "varlen", "flash_attn", "bucketed", "bucketed_math", "math"
@@ -58,10 +68,12 @@ class ModelArgs:
     activation_memory_budget: float = flag(
         1.0, "Share of activations (0 to 1) that compiled blocks keep, not recompute.", at_most=1
     )
-    blocks_per_unit: int = flag(0, "Blocks compiled and sharded as one. 0: up to 4, 1 in Qwen3.5.")
+    blocks_per_unit: int = flag(
+        0, "Blocks compiled and sharded as one. 0: up to 4, 1 in Qwen3.5.", off=1
+    )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class DataArgs:
     """Data"""
 
@@ -69,141 +81,204 @@ class DataArgs:
         str(ROOT / "data/sft_en.jsonl"),
         "Files separated by commas, a glob, a folder or a hub dataset (id:split or "
         "id:configuration:split); my.jsonl*2: twice.",
+        tags="input per_node trained_on",
+        also="data dataset train_file",
         path=True,
     )
     eval_json: str = flag(
         "auto",
         "Held-out data; a hub dataset with its split, such as openai/gsm8k:test. auto: "
         "X.heldout.jsonl beside X.jsonl, if any. none: no evaluation.",
+        tags="input per_node held_out resume",
+        off="none",
+        also="eval_file",
         path=True,
     )
     data_format: Literal[
         "auto", "tokens", "messages", "conversations", "prompt", "alpaca", "input", "text"
-    ] = flag("auto", "Format of a row. auto: detected from the first one.")
-    eval_fraction: float | None = flag(
-        None, "Share of the training documents to hold out, such as 0.05.", at_most=1
+    ] = flag(
+        "auto",
+        "Format of a row. auto: detected from the first one.",
+        tags="rows evaluate trained_on",
     )
-    input_key: str | None = flag(None, "Name of the prompt column. Needs --target_key.")
-    target_key: str | None = flag(None, "Name of the answer column. Needs --input_key.")
+    eval_fraction: float | None = flag(
+        None,
+        "Share of the training documents to hold out, such as 0.05.",
+        tags="held_out trained_on",
+        at_most=1,
+    )
+    input_key: str | None = flag(
+        None, "Name of the prompt column. Needs --target_key.", tags="rows evaluate trained_on"
+    )
+    target_key: str | None = flag(
+        None, "Name of the answer column. Needs --input_key.", tags="rows evaluate trained_on"
+    )
     skip_bad_rows: bool = flag(  # None: of held-out data
-        False, "Skip and count rows that can't be read. Off: an error."
+        False, "Skip and count rows that can't be read. Off: an error.", tags="rows"
     )
     seq_len: int = flag(
         0,
         "Length of a row in tokens. 0: 99 % of the documents fit, rounded up to a multiple of "
         "128, at most 4096 and the model's limit.",
+        tags="rows evaluate held_out trained_on card",
+        also="max_length",
         at_most=MAX_TOKENS,
     )
-    pack_sequences: bool = flag(True, "Pack whole documents into rows. Off: one per row, padded.")
-    overlong: Literal["truncate", "split", "drop"] = flag("truncate", "Documents over --seq_len.")
-    train_on_prompt: bool = flag(False, "Train on every token, not only on the assistant's.")
-    learn_turns: Literal["all", "last"] = flag("all", "Assistant turns to train on.")
+    pack_sequences: bool = flag(
+        True, "Pack whole documents into rows. Off: one per row, padded.", tags="rows trained_on"
+    )
+    overlong: Literal["truncate", "split", "drop"] = flag(
+        "truncate", "Documents over --seq_len.", tags="rows held_out trained_on"
+    )
+    train_on_prompt: bool = flag(
+        False,
+        "Train on every token, not only on the assistant's.",
+        tags="rows evaluate held_out card",
+    )
+    learn_turns: Literal["all", "last"] = flag(
+        "all", "Assistant turns to train on.", tags="rows evaluate held_out"
+    )
     learn_reasoning: bool = flag(
-        True, "Train on reasoning too. false: only on answers, asked for without reasoning."
+        True,
+        "Train on reasoning too. false: only on answers, asked for without reasoning.",
+        tags="rows evaluate held_out",
     )
     chat_template_kwargs: str | None = flag(
-        None, "Variables of the chat template, such as '{\"preserve_thinking\": true}'."
+        None,
+        "Variables of the chat template, such as '{\"preserve_thinking\": true}'.",
+        tags="evaluate held_out trained_on",
     )
 
     @staticmethod
     def check(args) -> None:
-        """Raise UserError for flags that contradict each other; also those of evaluate.py."""
-        if 0 < (args.seq_len or 0) < 8:
+        if 0 < args.seq_len < 8:
             raise UserError(f"--seq_len {args.seq_len} is too small: the minimum is 8")
-        if bool(args.input_key) != bool(args.target_key):
-            raise UserError("--input_key and --target_key name a pair of columns: set both")
         if args.input_key and args.input_key == args.target_key:
             raise UserError(
                 f"--input_key and --target_key both name {args.input_key!r}: a question and its "
                 "answer are two columns"
             )
-        clash = "contradict each other: use one"
-        if args.train_on_prompt and args.learn_turns == "last":
-            raise UserError(f"--learn_turns last and --train_on_prompt {clash}")
-        if args.train_on_prompt and not args.learn_reasoning:
-            raise UserError(f"--no_learn_reasoning and --train_on_prompt {clash}")
         template_variables(args.chat_template_kwargs, "--chat_template_kwargs")
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class TrainArgs:
     """Training"""
 
     micro_batch_size: int = flag(
-        1, "Rows per data-parallel rank in one pass.", at_least=1, at_most=MAX_COUNT
+        1,
+        "Rows per data-parallel rank in one pass.",
+        also="batch_size train_batch_size",
+        at_least=1,
+        at_most=MAX_COUNT,
     )
     grad_accum_steps: int = flag(
         1, "Micro-batches per optimizer step.", at_least=1, at_most=MAX_COUNT
     )
-    max_steps: int = flag(0, "Optimizer steps. 0: as --num_epochs says.", at_most=MAX_STEPS)
+    max_steps: int = flag(
+        0, "Optimizer steps. 0: as --num_epochs says.", tags="resume", at_most=MAX_STEPS
+    )
     num_epochs: float | None = flag(
         None, "Passes if --max_steps is 0. Default: for about 100 steps.", at_most=1e9
     )
     lr: float | None = flag(
         None,
         "Peak learning rate. Default: 2e-5; adapters: 2e-4; random: 1e-3.",
+        tags="resume card",
+        also="learning_rate",
         positive=True,
         at_most=1000,
     )
-    weight_decay: float = flag(0.01, "Weight decay of AdamW. Not applied to norms and biases.")
+    weight_decay: float = flag(
+        0.01, "Weight decay of AdamW. Not applied to norms and biases.", tags="resume card"
+    )
     warmup_steps: int | None = flag(
-        None, "Optimizer steps of linear warm-up. Default: 10, at most 10 % of the run."
+        None,
+        "Optimizer steps of linear warm-up. Default: 10, at most 10 % of the run.",
+        tags="resume card",
     )
     lr_scheduler: Literal["cosine", "linear", "constant"] = flag(
-        "cosine", "Decay after the warm-up. cosine and linear end at a tenth of --lr."
+        "cosine",
+        "Decay after the warm-up. cosine and linear end at a tenth of --lr.",
+        tags="resume card",
     )
-    max_grad_norm: float = flag(1.0, "Clip the global gradient norm to this. 0: no clipping.")
+    max_grad_norm: float = flag(
+        1.0, "Clip the global gradient norm to this. 0: no clipping.", tags="resume card"
+    )
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = flag(
         "auto",
         "Compute dtype; trained weights are always fp32. auto: fp32 on a CPU, bf16 on a GPU that "
         "has it, else fp16. Short forms: --bf16, --fp16.",
+        tags="resume card",
     )
     fp8: Literal["none", "rowwise_gw", "rowwise", "blockwise"] = flag(
         "none",
         "Products of the large linear layers of blocks in fp8, which is approximate. --fp8 alone "
         "means rowwise_gw, with weights' gradients in bf16. blockwise: as DeepSeek-V3.",
+        tags="resume",
         alone="rowwise_gw",
     )
     optim_state: Literal["fp32", "bf16"] = flag(
-        "fp32", "Dtype of AdamW's moments. bf16 is approximate."
+        "fp32", "Dtype of AdamW's moments. bf16 is approximate.", tags="resume"
     )
     shuffle: bool = flag(True, "Shuffle the rows in every epoch. Off: they come in file order.")
     length_warmup: int = flag(0, "Number of first steps whose rows come shortest first. 0: none.")
-    seed: int = flag(1234, "Seed of row order and random weights.", at_most=2**63 - 1)
+    seed: int = flag(
+        1234, "Seed of row order and random weights.", tags="card quiet", at_most=2**63 - 1
+    )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class RunArgs:
     """Run"""
 
     output_dir: str | None = flag(
-        None, "Folder of the run. Default: runs/<script>-<model>-<time>.", path=True
+        None,
+        "Folder of the run. Default: runs/<script>-<model>-<time>.",
+        tags="per_node quiet",
+        path=True,
     )
-    overwrite: bool = flag(False, "Replace the earlier run in --output_dir. Off: an error.")
+    overwrite: bool = flag(
+        False, "Replace the earlier run in --output_dir. Off: an error.", tags="quiet"
+    )
     save: bool = flag(True, "Save a checkpoint at the end and when a signal stops the run.")
-    save_every: int = flag(0, "Also save a checkpoint every so many optimizer steps. 0: never.")
-    keep_last: int = flag(2, "Checkpoints to keep; older ones are deleted. 0: all.")
+    save_every: int = flag(
+        0, "Also save a checkpoint every so many optimizer steps. 0: never.", also="save_steps"
+    )
+    keep_last: int = flag(2, "Checkpoints to keep; older ones are deleted. 0: all.", tags="quiet")
     resume: str | None = flag(
         None,
         "auto: resume from the newest complete checkpoint in --output_dir, or start if there is "
         "none. A folder: resume from that checkpoint or run.",
+        tags="quiet",
+        also="resume_from_checkpoint",
         path=True,
     )
-    resume_anyway: bool = flag(False, "Resume despite other data, rows of a step or configuration.")
-    export: Literal["none", "bf16", "fp16", "fp32"] = flag(
-        "none", "Export a Hugging Face model in this dtype to hf/ in the run's folder at the end."
+    resume_anyway: bool = flag(
+        False, "Resume despite other data, rows of a step or configuration.", tags="quiet"
     )
-    log_every: int = flag(1, "Optimizer steps between log lines.", at_least=1)
-    eval_every: int = flag(0, "Steps between evaluations. 0: only before and after training.")
+    export: Literal["none", "bf16", "fp16", "fp32"] = flag(
+        "none",
+        "Export a Hugging Face model in this dtype to hf/ in the run's folder at the end.",
+        tags="quiet",
+    )
+    log_every: int = flag(1, "Optimizer steps between log lines.", also="logging_steps", at_least=1)
+    eval_every: int = flag(
+        0, "Steps between evaluations. 0: only before and after training.", also="eval_steps"
+    )
     early_stopping: int = flag(
         0,
         "End after so many evaluations without a better one. The best checkpoint is kept and "
         "exported. 0: never.",
     )
     sample_tokens: int | None = flag(
-        None, "Tokens per sample answer at the end. 0: no samples. Default: 32, long rows: 0."
+        None,
+        "Tokens per sample answer at the end. 0: no samples. Default: 32, long rows: 0.",
+        tags="quiet",
     )
-    report_to: Literal["none", "tensorboard", "wandb"] = flag("none", "Also log to this tracker.")
+    report_to: Literal["none", "tensorboard", "wandb"] = flag(
+        "none", "Also log to this tracker.", tags="quiet"
+    )
     comm_timer: bool = flag(True, "Measure communication time in every step. Off: it is n/a.")
     profile_steps: str = flag(
         "", "Steps to profile, such as 5:7 (from 1): traces and profile.txt. Default: none."
@@ -220,17 +295,15 @@ class RunArgs:
 SHARED = (ModelArgs, DataArgs, TrainArgs, RunArgs)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Args(RunArgs, TrainArgs, DataArgs, ModelArgs):
     """The flags of every training script; `parse_args` adds a script's own."""
 
-    # What flags of some scripts are in the others, for code that all scripts share. No fields: a
-    # script with such a flag declares it.
-    activations_on_host = freeze_router = optimizer_on_host = reshard_after_forward = False
-    lora_rank = psgd_rank = router_aux_loss = router_bias_update = 0
-    sequence_parallel = tensor_parallel = 1
-    base_bits = 16
-    adapter = deepspeed_config = expert_parallel = None
+    @staticmethod
+    def fill(values: dict) -> None:
+        """Set what other flags decide, before the flags are frozen."""
+        if values["early_stopping"] and not values["save_every"]:
+            values["save_every"] = values["eval_every"]  # the best checkpoint must exist
 
     def check_processes(self, processes: int) -> None:
         """Raise UserError if these flags don't work with so many processes. For a script's own
@@ -238,53 +311,25 @@ class Args(RunArgs, TrainArgs, DataArgs, ModelArgs):
 
     @staticmethod
     def check(args) -> None:
-        """Raise UserError for shared flags that contradict each other."""
         parse_steps(args.profile_steps)
-        if args.card and not args.estimate:
-            raise UserError(f"--card {args.card[:80]} is what to estimate for: add --estimate")
         if args.card and args.card not in CARDS:
             raise UserError(f"--card {args.card[:80]}: choose from {', '.join(CARDS)}")
-        if (rows := args.micro_batch_size * args.grad_accum_steps) > MAX_ROWS:
+        rows = args.micro_batch_size * args.grad_accum_steps
+        if rows > MAX_ROWS:
             raise UserError(
                 f"--micro_batch_size x --grad_accum_steps are {rows:,} rows a step: must be at "
                 f"most {MAX_ROWS:,}"
             )
-        if args.fp8 != "none" and args.dtype == "fp16":
-            raise UserError(f"--fp8 {args.fp8} needs --dtype bf16, not fp16")
-        if args.fp8 != "none" and args.router_aux_loss:
-            raise UserError(
-                "--router_aux_loss counts the experts chosen in a pass without fp8: drop --fp8"
-            )
         if args.max_steps == 0 and args.num_epochs == 0:
             raise UserError("--max_steps 0 needs --num_epochs above 0")
-        if args.activation_memory_budget < 1 and args.compile is False:
-            raise UserError("--activation_memory_budget needs compiled blocks: add --compile")
-        if args.resume == "auto" and not args.output_dir:
-            raise UserError("--resume auto needs --output_dir, the run to resume")
-        if args.export != "none" and not args.save:
-            raise UserError("--export converts the last checkpoint, so it needs --save true")
-        if args.early_stopping:
-            if not args.eval_every:
-                raise UserError(
-                    "--early_stopping needs --eval_every, the steps between evaluations"
-                )
-            args.save_every = args.save_every or args.eval_every  # the best checkpoint must exist
-            if args.eval_every % args.save_every:
-                raise UserError(
-                    f"--early_stopping: --eval_every {args.eval_every} must be a multiple of "
-                    f"--save_every {args.save_every}, so that the best checkpoint exists"
-                )
-        if args.save_every and not args.save:
-            raise UserError("--save_every needs checkpoints: drop it, or --no_save")
-        if args.resume and args.overwrite:
-            raise UserError("--resume keeps the run's folder and --overwrite empties it: use one")
-        if args.eval_fraction is not None and args.eval_json not in ("auto", "none"):
+        if args.early_stopping and args.eval_every % args.save_every:
             raise UserError(
-                "--eval_fraction splits --train_json and --eval_json names a file: use one"
+                f"--early_stopping: --eval_every {args.eval_every} must be a multiple of "
+                f"--save_every {args.save_every}, so that the best checkpoint exists"
             )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class SpreadArgs:
     """Blocks over ranks"""
 
@@ -296,35 +341,31 @@ class SpreadArgs:
     expert_parallel: int | None = flag(
         None,
         "Ranks over which experts are spread. Default: the fewest that fit; in fsdp_pp/ 1.",
+        off=1,
         at_least=1,
     )
 
     @staticmethod
     def check(args) -> None:
-        if args.seq_len % (n := args.tensor_parallel):
-            raise UserError(f"--tensor_parallel {n} does not divide --seq_len {args.seq_len}")
+        check_divides_rows(args, "tensor_parallel")
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class ExpertArgs:
     """Mixture of experts"""
 
-    freeze_router: bool = flag(False, "Do not train the routers.")
-
-    @staticmethod
-    def check(args) -> None:
-        if args.freeze_router and args.optimizer_on_host:
-            raise UserError("--freeze_router does not work with --optimizer_on_host")
-        if args.freeze_router and args.router_aux_loss:
-            raise UserError("--router_aux_loss trains the routers: drop --freeze_router")
+    freeze_router: bool = flag(False, "Do not train the routers.", tags="resume")
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class StageArgs:
     """Pipeline"""
 
     stages: int = flag(
-        2, "Pipeline stages. More processes are replicas (pp/) or shards (fsdp_pp/).", at_least=1
+        2,
+        "Pipeline stages. More processes are replicas (pp/) or shards (fsdp_pp/).",
+        off=1,
+        at_least=1,
     )
     partition: str = flag(
         "balanced",
@@ -345,9 +386,10 @@ class StageArgs:
 
 
 def parse_args(description: str, *more: type, argv: list[str] | None = None):
-    """The shared flags and those of the dataclasses in `more`, parsed into one flat dataclass.
+    """The shared flags and those of the dataclasses in `more`, parsed into one flat dataclass that
+    is frozen. Flags of other scripts are attributes of it, at their values without effect.
     description: printed as it is above the help. Raises UserError for an unknown flag, a value that
-    is not allowed and what a dataclass's `check(args)` refuses."""
+    is not allowed, and flags that do not work together."""
     groups = [*SHARED, *more]
     parser = parser_of(description, groups, {})
     given, unknown = parser.parse_known_args(argv)
@@ -356,11 +398,42 @@ def parse_args(description: str, *more: type, argv: list[str] | None = None):
         print(parser_of(description, groups, values).format_help(), end="")
         sys.exit(0)
     if unknown:
-        refuse_unknown(unknown[0], parser)
-    bases = (*reversed(more), Args)  # the last base's fields come first
-    args = dataclasses.make_dataclass("AllArgs", [], bases=bases)(**values)
+        refuse_unknown(unknown[0], parser, groups)
+    args_type = type_of(more)
+    for group in reversed(args_type.__mro__):
+        if "fill" in vars(group):
+            group.fill(values)
+    args = args_type(**values)
     check_all(args)
     return args
+
+
+def type_of(more: tuple[type, ...] = ()) -> type:
+    """A dataclass of the shared flags and those in `more`."""
+    fields = [field for group in (Args, *more) for field in dataclasses.fields(group)]
+    absent = {}
+    for others in own_fields().values():
+        absent |= {name: field.metadata["off"] for name, field in others.items()}
+    for field in fields:
+        absent.pop(field.name, None)
+    bases = (*reversed(more), Args)  # the last base's fields come first
+    return dataclasses.make_dataclass("AllArgs", [], bases=bases, namespace=absent, frozen=True)
+
+
+@functools.cache
+def names_of(tag: str) -> tuple[str, ...]:
+    """The flags of all scripts with this tag, a word of parsing.TAGS."""
+    fields = [field for group in SHARED for field in dataclasses.fields(group)]
+    for own in own_fields().values():
+        fields += own.values()
+    return tuple(dict.fromkeys(f.name for f in fields if tag in f.metadata["tags"]))
+
+
+def check_divides_rows(args, name: str) -> None:
+    """Raise UserError if a number of ranks does not divide the length of a row."""
+    ranks = getattr(args, name)
+    if args.seq_len % ranks:
+        raise UserError(f"--{name} {ranks} does not divide --seq_len {args.seq_len}")
 
 
 def refuse_with_deepspeed(args) -> None:
@@ -378,7 +451,8 @@ def refuse_with_deepspeed(args) -> None:
 
 
 def check_all(args) -> None:
-    """Raise UserError for flags that contradict each other."""
+    """Raise UserError for flags that do not work together. args: a dataclass of flags."""
+    check_rules(args)
     for group in reversed(type(args).__mro__):
         if "check" in vars(group):
             group.check(args)
@@ -407,25 +481,29 @@ def less_memory(args) -> str:
     """What to change after running out of GPU memory, best first, with the current values. Nothing
     that the flags' checks refuse; what depends on more than flags is said."""
     ways = []
+
+    def propose(name: str, advice: str, value=None) -> None:
+        if value is None or accepted(args, name, value):
+            now = getattr(args, name)
+            now = 0 if now is None else flag_text(now)
+            ways.append(f"{len(ways) + 1}. --{name} (now {now}): {advice}")
+
     if args.micro_batch_size > 1:
-        ways.append(("micro_batch_size", "halve it, double grad_accum_steps"))
+        propose("micro_batch_size", "halve it, double grad_accum_steps")
     for field in dataclasses.fields(args):
         advice = field.metadata["saves_memory"]
-        if not advice or getattr(args, field.name) != field.default:
-            continue
-        if accepted(args, field.name, value_of(field, advice.split(",")[0])):
-            ways.append((field.name, advice))
-    if args.activation_memory_budget == 1 and accepted(args, "activation_memory_budget", 0.6):
-        ways.append(("activation_memory_budget", "0.6, if blocks are compiled and have no experts"))
-    ways.append(("seq_len", "shorter rows"))
+        if advice and getattr(args, field.name) == field.default:
+            propose(field.name, advice, value_of(field, advice.split(",")[0]))
+    if args.activation_memory_budget == 1:
+        advice = "0.6, if blocks are compiled and have no experts"
+        propose("activation_memory_budget", advice, 0.6)
+    propose("seq_len", "shorter rows")
     if args.dtype == "fp32":
-        ways.append(("dtype", "bf16"))
-    if "lora_rank" in vars(args) and not args.lora_rank and accepted(args, "lora_rank", 16):
-        ways.append(("lora_rank", "16, to train adapters only"))
-    if args.lora_rank and args.base_bits != 4 and accepted(args, "base_bits", 4):
-        ways.append(("base_bits", "4, unless the model has experts"))
-    if not args.lora_rank and args.optim_state == "fp32" and accepted(args, "optim_state", "bf16"):
-        ways.append(("optim_state", "bf16, which is approximate"))
-    ways = [(name, getattr(args, name), advice) for name, advice in ways]
-    lines = [f"--{n} (now {0 if v is None else shown(v)}): {advice}" for n, v, advice in ways]
-    return "; ".join(f"{i}. {line}" for i, line in enumerate(lines, 1))
+        propose("dtype", "bf16")
+    if "lora_rank" in vars(args) and not args.lora_rank:
+        propose("lora_rank", "16, to train adapters only", 16)
+    if args.lora_rank and args.base_bits != 4:
+        propose("base_bits", "4, unless the model has experts", 4)
+    if not args.lora_rank and args.optim_state == "fp32":
+        propose("optim_state", "bf16, which is approximate", "bf16")
+    return "; ".join(ways)

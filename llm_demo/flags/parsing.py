@@ -27,17 +27,20 @@ NOT_VARIABLES = set(
 )
 # upper bounds of numbers without at_most: of whole numbers, and of others
 MAX_INT, MAX_REAL = 2**31 - 1, 10**9
-TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
-OF_OTHER_TRAINERS = {  # our flag: their names of it, unless they are spelt alike
-    "micro_batch_size": ("batch_size", "train_batch_size"),
-    "lr": ("learning_rate",),
-    "seq_len": ("max_length",),
-    "train_json": ("data", "dataset", "train_file"),
-    "eval_json": ("eval_file",),
-    "eval_every": ("eval_steps",),
-    "log_every": ("logging_steps",),
-    "save_every": ("save_steps",),
-    "resume": ("resume_from_checkpoint",),
+TRUE = ("true", "yes", "t", "y", "1")
+FALSE = ("false", "no", "f", "n", "0")
+# What other code knows of a flag. args.names_of(tag) has the flags with a tag.
+TAGS = {
+    "input": "names files or folders that a run reads; --overwrite does not delete them",
+    "per_node": "may have another value on another node",
+    "rows": "decides the rows of a step: it must be the same on resume",
+    "resume": "a change on resume is logged",
+    "evaluate": "python -m llm_demo.evaluate has it too",
+    "held_out": "decides the tokens of a held-out loss",
+    "trained_on": "decides the tokens of a step",
+    "card": "is in the README of an export",
+    "adapter_card": "is in the README of an export of adapters",
+    "quiet": "is not in a report",
 }
 HOW = """\
 --save means --save true and --no_save means --save false; all booleans work like this. A launcher
@@ -45,20 +48,51 @@ also reads environment variables with a flag's name in capitals, and MODEL; see 
 
 
 def flag(
-    default, help: str, *, positive=False, at_least=0, at_most=None, env=None, path=False,
-    form=None, saves_memory="", alone=None,
-):  # fmt: skip
+    default,
+    help: str,
+    *,
+    tags: str = "",
+    off=None,
+    positive: bool = False,
+    at_least: int = 0,
+    at_most: float | None = None,
+    form: tuple[str, str] | None = None,
+    path: bool = False,
+    env: str | None = None,
+    alone: str | None = None,
+    also: str = "",
+    saves_memory: str = "",
+):
     """A dataclass field that is a flag.
 
     Args:
+        tags: words of TAGS.
+        off: the value without effect, if that is not the default. Scripts without the flag have it.
         positive, at_least, at_most: bounds of a number.
         form: (a regular expression that the text matches as a whole, what it must be in words).
-        env: the environment variable that sets it, "" for none; default: its name in capitals.
         path: it names files or folders, separated by commas, in which ~ is the home folder.
-        saves_memory: the value to suggest after running out of GPU memory, then a remark, if any.
+        env: the environment variable that sets it, "" for none; default: its name in capitals.
         alone: what the flag means without a value.
+        also: its names in other trainers, unless they are spelt alike.
+        saves_memory: the value to suggest after running out of GPU memory, then a remark, if any.
     """
-    return dataclasses.field(default=default, metadata=locals())  # all arguments, by name
+    metadata = {
+        "help": help,
+        "tags": tags.split(),
+        "off": default if off is None else off,
+        "positive": positive,
+        "at_least": at_least,
+        "at_most": at_most,
+        "form": form,
+        "path": path,
+        "env": env,
+        "alone": alone,
+        "also": also.split(),
+        "saves_memory": saves_memory,
+    }
+    unknown = set(metadata["tags"]) - TAGS.keys()
+    assert not unknown, unknown
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def kind_of(field: dataclasses.Field) -> type:
@@ -74,7 +108,7 @@ def choices_of(field: dataclasses.Field) -> tuple[str, ...]:
 
 def choices(group: type, name: str) -> tuple[str, ...]:
     """The values that a flag of this dataclass can take."""
-    return choices_of(next(f for f in dataclasses.fields(group) if f.name == name))
+    return choices_of(group.__dataclass_fields__[name])
 
 
 def env_of(field: dataclasses.Field) -> str:
@@ -85,24 +119,39 @@ def env_of(field: dataclasses.Field) -> str:
 
 def value_of(field: dataclasses.Field, text: str):
     """What `text` means as the value of a flag. Raises UserError if it is not allowed."""
-    kind, rules, given = kind_of(field), field.metadata, f"--{field.name} {text[:80]}"
-    path = rules["path"]
+    problem = problem_of(field, text)
+    if problem:
+        raise UserError(f"--{field.name} {text[:80]}: {problem}")
+    kind = kind_of(field)
     if kind is bool:
-        if text.lower() not in TRUE + FALSE:
-            raise UserError(f"{given}: must be true or false")
         return text.lower() in TRUE
+    if field.metadata["path"]:
+        return ",".join(local(part, f"--{field.name} ") for part in text.split(","))
+    return kind(text)
+
+
+def problem_of(field: dataclasses.Field, text: str) -> str:
+    """What the text of a flag's value must be and is not; "" if it is allowed."""
+    kind = kind_of(field)
+    rules = field.metadata
+    if kind is bool:
+        return "" if text.lower() in TRUE + FALSE else "must be true or false"
     try:
         value = kind(text)
     except ValueError:
-        what = "a whole number" if kind is int else "a number"
-        raise UserError(f"{given}: must be {what}") from None
-    if kind is not str and (bound := bound_broken(rules, value)):
-        raise UserError(f"{given}: must {bound}")
-    if rules["form"] and not re.fullmatch(rules["form"][0], text, re.ASCII):
-        raise UserError(f"{given}: must be {rules['form'][1]}")
-    if (allowed := choices_of(field)) and value not in allowed:
-        raise UserError(f"{given}: choose from {', '.join(allowed)}")
-    return ",".join(local(part, f"--{field.name} ") for part in text.split(",")) if path else value
+        return "must be a whole number" if kind is int else "must be a number"
+    if kind is not str:
+        bound = bound_broken(rules, value)
+        if bound:
+            return bound
+    if rules["form"]:
+        pattern, meaning = rules["form"]
+        if not re.fullmatch(pattern, text, re.ASCII):
+            return f"must be {meaning}"
+    allowed = choices_of(field)
+    if allowed and value not in allowed:
+        return f"choose from {', '.join(allowed)}"
+    return ""
 
 
 def bound_broken(rules: typing.Mapping, value: int | float) -> str:
@@ -111,12 +160,14 @@ def bound_broken(rules: typing.Mapping, value: int | float) -> str:
     if most is None:
         most = MAX_INT if isinstance(value, int) else MAX_REAL
     if not abs(value) < math.inf:
-        return "be a finite number"
+        return "must be a finite number"
     if rules["positive"] and value <= 0:
-        return "be positive"
+        return "must be positive"
     if value < least:
-        return f"be at least {least}" if least else "not be negative"
-    return f"be at most {most:,}" if value > most else ""
+        return f"must be at least {least}" if least else "must not be negative"
+    if value > most:
+        return f"must be at most {most:,}"
+    return ""
 
 
 class PlainParser(argparse.ArgumentParser):
@@ -151,37 +202,54 @@ class FlagHelp(argparse.RawDescriptionHelpFormatter):
 
     def _format_action(self, action):
         name = f"--[no_]{action.dest}" if action.const is True else f"--{action.dest}"
-        text, indent = f"  {name:<18}  {self._expand_help(action)}", " " * 22
-        return f"{textwrap.fill(text, 100, subsequent_indent=indent)}\n"
+        text = f"  {name:<18}  {self._expand_help(action)}"
+        return f"{textwrap.fill(text, 100, subsequent_indent=' ' * 22)}\n"
 
 
 def parser_of(description: str, groups: list[type], values: dict) -> PlainParser:
-    """A parser of the flags in dataclasses. A boolean flag is --x, --x true, --no_x or --x false;
-    dashes may replace underscores. values: those that --help shows beside defaults."""
+    """A parser of the flags in dataclasses. values: those that --help shows beside defaults."""
     parser = PlainParser(
-        description=description, epilog=HOW, usage=argparse.SUPPRESS, formatter_class=FlagHelp,
-        add_help=False, allow_abbrev=False,
-    )  # fmt: skip
-    hidden = {"help": argparse.SUPPRESS}
-    parser.add_argument("-h", "--help", action="store_true", **hidden)
+        description=description,
+        epilog=HOW,
+        usage=argparse.SUPPRESS,
+        formatter_class=FlagHelp,
+        add_help=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("-h", "--help", action="store_true", help=argparse.SUPPRESS)
     for group in groups:
         section = parser.add_argument_group(group.__doc__)
         for field in dataclasses.fields(group):
-            name, default = field.name, field.default
-            text = f"{field.metadata['help']} {remarks(field, values.get(name, default))}"
-            boolean = kind_of(field) is bool
-            alone = True if boolean else field.metadata["alone"]
-            optional = {"nargs": "?", "const": alone} if alone else {}
-            section.add_argument(
-                *spellings(name), type=functools.partial(value_of, field), default=default,
-                help=text.replace("%", "%%"), **optional,
-            )  # fmt: skip
-            if boolean:
-                off = {"action": "store_false", "dest": name, "default": default}
-                section.add_argument(*spellings(f"no_{name}"), **off, **hidden)
+            value = values.get(field.name, field.default)
+            add_flag(section, field, f"{field.metadata['help']} {remarks(field, value)}")
     for dtype in ("bf16", "fp16"):
-        parser.add_argument(f"--{dtype}", action="store_const", const=dtype, dest="dtype", **hidden)
+        parser.add_argument(
+            f"--{dtype}", action="store_const", const=dtype, dest="dtype", help=argparse.SUPPRESS
+        )
     return parser
+
+
+def add_flag(parser, field: dataclasses.Field, help: str) -> None:
+    """Add a flag to a parser or its section. A boolean flag is --x, --x true, --no_x or --x false;
+    dashes may replace underscores."""
+    boolean = kind_of(field) is bool
+    alone = True if boolean else field.metadata["alone"]
+    optional = {"nargs": "?", "const": alone} if alone else {}
+    parser.add_argument(
+        *spellings(field.name),
+        type=functools.partial(value_of, field),
+        default=field.default,
+        help=help.replace("%", "%%"),
+        **optional,
+    )
+    if boolean:
+        parser.add_argument(
+            *spellings(f"no_{field.name}"),
+            action="store_false",
+            dest=field.name,
+            default=field.default,
+            help=argparse.SUPPRESS,
+        )
 
 
 def spellings(name: str) -> tuple[str, ...]:
@@ -192,34 +260,40 @@ def remarks(field: dataclasses.Field, value) -> str:
     """The choices, the default, and the value if it is another one."""
     parts = [" | ".join(choices_of(field))]
     if field.default not in (None, ""):
-        parts.append(f"default: {shown(field.default)}")
+        parts.append(f"default: {flag_text(field.default)}")
     if value != field.default:
-        parts.append(f"here: {shown(value)}")
+        parts.append(f"here: {flag_text(value)}")
     return f"[{'; '.join(filter(None, parts))}]" if any(parts) else ""
 
 
-def shown(value) -> str:
+def flag_text(value) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value).removeprefix(f"{ROOT}/")
 
 
-def refuse_unknown(word: str, parser: PlainParser) -> typing.NoReturn:
-    """Raise UserError for a word of the command line that is no flag, with the flag that is
-    probably meant: the same in other trainers, the first that begins with these words, one spelt
-    much like it, or one that is its first words."""
+def refuse_unknown(word: str, parser: PlainParser, groups: list[type]) -> typing.NoReturn:
+    """Raise UserError for a word of the command line that is no flag of these groups, with the
+    flag that is probably meant: the same in other trainers, the first that begins with these
+    words, one spelt much like it, or one that is its first words."""
     name = word.split("=")[0].lstrip("-").replace("-", "_")
-    if scripts := scripts_with(name):
+    scripts = scripts_with(name)
+    if scripts:
         raise UserError(f"{word}: only for {' and '.join(scripts)}")
     known = [option[2:] for action in parser._actions for option in action.option_strings]
-    theirs = {old: ours for ours, names in OF_OTHER_TRAINERS.items() for old in names}
+    theirs = {}  # their name of a flag -> ours
+    for group in groups:
+        for field in dataclasses.fields(group):
+            theirs |= dict.fromkeys(field.metadata["also"], field.name)
     near = [name] if name in theirs else []
     near += [option for option in known if option.startswith(f"{name}_")]
     near += difflib.get_close_matches(name, [*known, *theirs], 1)
     near += [option for option in known if name.startswith(f"{option}_")]
-    meant = near and word.startswith("--")
-    hint = f"did you mean --{theirs.get(near[0], near[0])}?" if meant else "see --help"
+    hint = "see --help"
+    if near and word.startswith("--"):
+        hint = f"did you mean --{theirs.get(near[0], near[0])}?"
     raise UserError(f"unknown argument {word}; {hint}")
 
 
+@functools.cache
 def groups_of(folder: Path) -> tuple[type, ...]:
     """GROUPS in the flags.py of a script's folder: the dataclasses of its own flags. The script
     itself is not imported, because that takes seconds."""
@@ -229,18 +303,19 @@ def groups_of(folder: Path) -> tuple[type, ...]:
     return module.GROUPS
 
 
-def own_fields() -> dict[str, list[dataclasses.Field]]:
-    """The flags of each script's own, by its folder, as in "fsdp/"."""
-    folders = [file.parent for file in sorted(ROOT.glob("*/flags.py"))]
-    return {
-        f"{folder.name}/": [f for group in groups_of(folder) for f in dataclasses.fields(group)]
-        for folder in folders
-    }
+@functools.cache
+def own_fields() -> dict[str, dict[str, dataclasses.Field]]:
+    """The flags of each script's own, by its folder, as in "fsdp/", and by name."""
+    found = {}
+    for file in sorted(ROOT.glob("*/flags.py")):
+        groups = groups_of(file.parent)
+        found[f"{file.parent.name}/"] = {f.name: f for g in groups for f in dataclasses.fields(g)}
+    return found
 
 
 def scripts_with(name: str) -> list[str]:
     """The folders of the scripts with a flag of their own of this name."""
-    return [folder for folder, fields in own_fields().items() if name in {f.name for f in fields}]
+    return [folder for folder, fields in own_fields().items() if name in fields]
 
 
 # ---------------------------------------------------------------- types for argparse
@@ -285,7 +360,8 @@ def size(text: str) -> str:
 def local(text: str, flag: str = "") -> str:
     """A path, in which ~ is the home folder. Raises UserError for an address such as gs://x, which
     would otherwise be a folder named "gs:". flag: what it is the value of, with a space."""
-    if scheme := re.match(r"\s*(\w[\w+.-]*:/)/", text):
+    scheme = re.match(r"\s*(\w[\w+.-]*:/)/", text)
+    if scheme:
         raise UserError(
             f"{flag}{text[:80]}: {scheme[1]}/ is not supported: name a path on this machine, such "
             "as a mounted folder; models and datasets on the hub are named by id, as in you/name"

@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 
 from llm_demo.flags.args import SHARED, parse_args
-from llm_demo.flags.parsing import env_of, groups_of, own_fields, scripts_with, shown
+from llm_demo.flags.parsing import env_of, flag_text, groups_of, own_fields, scripts_with
 from llm_demo.machine.text import counted
 
 # For the bundled model and data: these settings replace empty ones that the environment lacks.
@@ -27,13 +27,13 @@ def check_flags(command: list[str]):
     """Check a training script's flags and return them, or print its help. command: the script and
     its flags. Scripts without a flags.py beside them are not checked: None. Raises UserError."""
     script = Path(command[0])
-    if (script.parent / "flags.py").is_file():
-        description = ast.get_docstring(ast.parse(script.read_text("utf-8"))) or ""
-        return parse_args(description, *groups_of(script.parent), argv=command[1:])
-    return None
+    if not (script.parent / "flags.py").is_file():
+        return None
+    description = ast.get_docstring(ast.parse(script.read_text("utf-8"))) or ""
+    return parse_args(description, *groups_of(script.parent), argv=command[1:])
 
 
-def names_of(script: Path) -> dict[str, str]:
+def names_of_settings(script: Path) -> dict[str, str]:
     """{environment variable: flag} of a training script."""
     groups = (*SHARED, *groups_of(script.parent))
     fields = [field for group in groups for field in dataclasses.fields(group)]
@@ -46,27 +46,31 @@ def flags_of(
     """(a training script's flags: those from the settings and the environment, followed by those of
     the command line, which win; whether `with_rows_of_two` applies: the bundled model and data, and
     no batch that the user has set)."""
-    names = names_of(script)
+    names = names_of_settings(script)
     words = [word.split("=")[0] for word in given if word.startswith("--")]
     named = {word[2:].replace("-", "_") for word in words}
-    values = {**settings, **{name: environ[name] for name in names if name in environ}}
+    values = settings | {name: environ[name] for name in names if name in environ}
 
     root = script.parent.parent
-    bundled = all(values.get(name) == f"{root}/{path}" for name, path in BUNDLED.items())
-    bundled = bundled and not named & {names[name] for name in BUNDLED}
+    bundled = not named & {names[name] for name in BUNDLED}
+    for name, path in BUNDLED.items():
+        bundled = bundled and values.get(name) == f"{root}/{path}"
     if bundled:
-        missing = [name for name in FIRST_RUN if not values.get(name) and name not in environ]
-        values |= {name: FIRST_RUN[name] for name in missing}
+        for name, value in FIRST_RUN.items():
+            if not values.get(name) and name not in environ:
+                values[name] = value
     # A number of epochs replaces the default number of steps.
     if "num_epochs" in named or values.get("NUM_EPOCHS") and "MAX_STEPS" not in environ:
         values["MAX_STEPS"] = ""
 
-    own_batch = any(
-        name in environ or names[name] in named or not values.get(name) for name in BATCH
-    )
-    # what the command line sets is left out: it wins
-    set_by_name = [(f, values.get(name)) for name, f in names.items() if f not in named]
-    flags = [word for flag, value in set_by_name if value for word in (f"--{flag}", value)]
+    own_batch = False
+    for name in BATCH:
+        if name in environ or names[name] in named or not values.get(name):
+            own_batch = True
+    flags = []
+    for name, flag in names.items():
+        if flag not in named and values.get(name):
+            flags += [f"--{flag}", values[name]]
     return flags + given, bundled and not own_batch
 
 
@@ -74,12 +78,13 @@ def with_rows_of_two(command: list[str], flags, processes: int) -> tuple[list[st
     """(the command with a batch for this number of processes, a line or ""): a step has as many
     rows as with the launcher's settings on two processes, 16, or the nearest number above that the
     processes can share. flags: those of the command, as parsed."""
-    pipeline = hasattr(flags, "stages")
-    stages = flags.stages if pipeline else 1
-    same = stages * flags.sequence_parallel * flags.tensor_parallel  # ranks with the same rows
+    pipeline = "stages" in vars(flags)
+    same = flags.stages * flags.sequence_parallel * flags.tensor_parallel  # ranks of the same rows
     parallel = max(1, processes // same)
     micro, accum = flags.micro_batch_size, flags.grad_accum_steps
-    rows = micro * accum * (1 if pipeline else 2)
+    rows = micro * accum
+    if not pipeline:
+        rows *= 2
     each = math.ceil(rows / parallel)
     if pipeline:  # it needs its micro-batches
         micro = math.ceil(each / accum)
@@ -87,9 +92,10 @@ def with_rows_of_two(command: list[str], flags, processes: int) -> tuple[list[st
         micro = max(n for n in range(1, micro + 1) if each % n == 0)
         accum = each // micro
     command = command.copy()
-    for flag, value in (("--micro_batch_size", micro), ("--grad_accum_steps", accum)):
-        command[command.index(flag) + 1] = str(value)
-    if (now := micro * accum * parallel) == rows:
+    command[command.index("--micro_batch_size") + 1] = str(micro)
+    command[command.index("--grad_accum_steps") + 1] = str(accum)
+    now = micro * accum * parallel
+    if now == rows:
         return command, ""
     count = counted(processes, "process", "processes")
     return command, f"batch: {now} rows a step, not {rows}, which {count} can't share equally"
@@ -98,21 +104,28 @@ def with_rows_of_two(command: list[str], flags, processes: int) -> tuple[list[st
 def without_effect(script: Path, environ: dict) -> list[str]:
     """A line about each environment variable that resembles a setting's name, or sets a flag that
     only other scripts have. Not about those that hold its default or false."""
-    settings, lines = names_of(script), []
+    settings = names_of_settings(script)
+    lines = []
     for name in environ.keys() - settings.keys():
-        if "_" in name and (near := difflib.get_close_matches(name, settings, 1, cutoff=0.9)):
+        near = difflib.get_close_matches(name, settings, 1, cutoff=0.9)
+        if "_" in name and near:
             lines.append(f"{name} is not a setting; did you mean {near[0]}?")
-    for field in (field for fields in own_fields().values() for field in fields):
-        name, off = env_of(field), ("", "0", "false", shown(field.default))
+    others = {}
+    for own in own_fields().values():
+        others |= own
+    for field in others.values():
+        name = env_of(field)
+        off = ("", "0", "false", flag_text(field.default))
         if name not in settings and environ.get(name, "") not in off:
             scripts = " and ".join(scripts_with(field.name))
             lines.append(f"{name} has no effect here: only for {scripts}")
-    return list(dict.fromkeys(lines))  # two scripts may have the flag
+    return lines
 
 
 def read_launcher(launcher: Path) -> tuple[Path, dict[str, str]]:
     """(training script, {setting: default}) of a launcher such as fsdp/launch_fsdp.sh."""
-    root, text = str(launcher.parent.parent), launcher.read_text("utf-8")
+    root = launcher.parent.parent
+    text = launcher.read_text("utf-8")
     settings = re.findall(r"^(\w+)=\$\{\1-(.*?)\}", text, re.M)
     script = re.search(r'^launch (\S+) "\$@"', text, re.M)[1]
-    return Path(root, script), {name: value.replace("$ROOT", root) for name, value in settings}
+    return root / script, {name: value.replace("$ROOT", str(root)) for name, value in settings}

@@ -152,17 +152,18 @@ def header_of(folder: Path) -> tuple[tuple[str, ...], dict[str, str]]:
         raise UserError(f"{file} is damaged or incomplete: {words_of(e)}") from e
 
 
-def adopt(args) -> None:
-    """Set flags to rank, alpha and targets of --adapter. Raises UserError for a flag that says
+def adopted(flags: dict) -> dict:
+    """Flags with the rank, alpha and targets of --adapter. Raises UserError for a flag that says
     otherwise; adapters.py looks at the targets' flag, whose names depend on the model."""
-    adapter = open_adapter(args.adapter)
-    for name, value in (("lora_rank", adapter.rank), ("lora_alpha", adapter.alpha)):
-        given = getattr(args, name)
+    adapter = open_adapter(flags["adapter"])
+    found = {"lora_rank": adapter.rank, "lora_alpha": adapter.alpha}
+    for name, value in found.items():
+        given = flags[name]
         if given is not None and not math.isclose(given, value, rel_tol=1e-5):
             raise UserError(
-                f"--{name} {given:g} contradicts --adapter {args.adapter}, where it is {value:g}: "
-                "drop the flag"
+                f"--{name} {given:g} contradicts --adapter {flags['adapter']}, where it is "
+                f"{value:g}: drop the flag"
             )
-        setattr(args, name, value)
-    if args.lora_targets is None:
-        args.lora_targets = ",".join(sorted(adapter.targets))
+    if flags["lora_targets"] is None:
+        found["lora_targets"] = ",".join(sorted(adapter.targets))
+    return found

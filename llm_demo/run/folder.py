@@ -20,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from llm_demo.core.errors import UserError
+from llm_demo.flags.args import names_of
 from llm_demo.flags.parsing import MAX_INT
 from llm_demo.machine.files import ROOT, write_json
 from llm_demo.machine.process import read_text
@@ -27,10 +28,6 @@ from llm_demo.machine.secrets import SECRET, without_secrets
 from llm_demo.machine.text import counted
 
 WARMUP = 2  # logged steps left out of the medians: allocator, kernels and caches warm up
-
-# flags that name what a run reads; not every script has all of them
-INPUTS = ("model_name_or_path", "tokenizer_name_or_path", "chat_template", "train_json",
-          "eval_json", "deepspeed_config", "adapter")  # fmt: skip
 
 # Not through the launcher script: its defaults would fill flags that this run left open. With exec,
 # because a resumed run rewrites this file while bash is still reading it.
@@ -144,7 +141,7 @@ def _refuse_places_in(folder: Path) -> None:
 def _refuse_inputs_in(folder: Path, args) -> None:
     """Raise UserError if --overwrite would delete what this run reads."""
     folder = folder.resolve()
-    for flag in INPUTS:
+    for flag in names_of("input"):
         for name in filter(None, (getattr(args, flag, None) or "").split(",")):
             path = os.path.expanduser(name.strip())
             paths = (path, path.rpartition("*")[0] or path)  # it may have a weight

@@ -22,7 +22,8 @@ from llm_demo.data.labels import stop_tokens
 from llm_demo.data.packs import prompts_of
 from llm_demo.data.questions import question_reader
 from llm_demo.export import export, export_of
-from llm_demo.flags.args import Args, DataArgs
+from llm_demo.flags.args import Args, DataArgs, names_of
+from llm_demo.flags.parsing import flag_text
 from llm_demo.machine.dist import from_rank0
 from llm_demo.machine.files import finite, write_json
 from llm_demo.machine.text import counted, module, resume, shown, users_folder
@@ -41,10 +42,6 @@ WITHOUT_EFFECT = re.compile(
     "_.*|.*_token_id|.*dtype|architectures|auto_map|id2label|label2id|max_position_embeddings"
     "|transformers_version|use_cache"
 )
-DATA_FLAGS = (
-    "data_format", "input_key", "target_key", "learn_turns", "learn_reasoning",
-    "chat_template_kwargs",
-)  # fmt: skip
 LOADED = "dry run: the model is loaded; trying a forward pass"
 
 
@@ -373,9 +370,9 @@ def evaluate(exported: Path, args: Args) -> str:
     trained = not folder.is_dir() or any(folder.glob("*.safetensors"))
     trained &= not args.tokenizer_name_or_path  # the base may have no tokenizer
     data = "FILE" if args.eval_json in ("auto", "none") else args.eval_json
-    flags = ["--data", data, "--seq_len", args.seq_len]
-    flags += ["--train_on_prompt"] * args.train_on_prompt
-    for name in DATA_FLAGS:
-        if (value := getattr(args, name)) != getattr(DataArgs, name):
-            flags += [f"--{name}", "false" if value is False else value]
+    flags = ["--data", data]
+    for name in names_of("evaluate"):
+        value = getattr(args, name)
+        if value != getattr(DataArgs, name):
+            flags += [f"--{name}", flag_text(value)]
     return module("evaluate", "--models", *[base] * trained, shown(exported), *flags)

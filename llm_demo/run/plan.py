@@ -32,7 +32,7 @@ from llm_demo.data.packs import (
     split_off,
 )
 from llm_demo.data.sources import weighted
-from llm_demo.flags.args import MAX_STEPS, Args
+from llm_demo.flags.args import MAX_STEPS, Args, names_of
 from llm_demo.machine.device import dtype_name, prepare_device
 from llm_demo.machine.dist import from_rank0, once_per_node, same_on_all_nodes
 from llm_demo.machine.process import regular
@@ -51,12 +51,6 @@ from llm_demo.run.choose_fp8 import decide_fp8
 from llm_demo.run.folder import settings_of
 from llm_demo.run.inputs import heldout_file
 from llm_demo.run.log import Log
-
-# Flags that may differ between nodes: what is read there is compared instead.
-PATHS = {
-    "model_name_or_path", "tokenizer_name_or_path", "chat_template", "train_json", "eval_json",
-    "output_dir", "deepspeed_config", "local_rank", "adapter",
-}  # fmt: skip
 
 ABOUT_STEPS = 100  # what a run takes if no flag sets its length
 FEW_STEPS = 30  # fewer learn little, so smaller steps are proposed
@@ -126,7 +120,6 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
     train, heldout, eval_json = load_data(args, world, source.tokenizer, say, limit, seq_len)
     usual = usual_lr(bool(source.weights), lora)
     horizon, train = tell(decide_horizon(args, data_parallel, train, usual, earlier))
-    args.num_epochs, args.warmup_steps = horizon.num_epochs, horizon.warmup_steps  # loop's, too
     data = check_data(args, world, train, heldout, source.config)
     sample_tokens = tell(decide_answers(args.sample_tokens, source.config, data))
     ask = functools.partial(from_rank0, world)
@@ -141,7 +134,7 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
         eval_json=eval_json, seq_len=train.seq_len, sample_tokens=sample_tokens,
         attn_impl=compute.attn_impl, compile=compute.compile, global_batch=horizon.global_batch,
         max_steps=horizon.max_steps, lr=horizon.lr, data_parallel=data_parallel,
-        num_epochs=args.num_epochs, warmup_steps=args.warmup_steps,
+        num_epochs=horizon.num_epochs, warmup_steps=horizon.warmup_steps,
         random_weights=earlier.get("random_weights"),  # of a run that is resumed, if known
     )  # fmt: skip
     identity = {
@@ -155,10 +148,12 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
 
 def same_flags(args: Args) -> dict:
     """What the flags of all nodes must agree on."""
-    flags = {f"--{name}": value for name, value in vars(args).items() if name not in PATHS}
+    per_node = names_of("per_node")  # what is read there is compared instead
+    flags = {f"--{name}": value for name, value in vars(args).items() if name not in per_node}
     flags["held-out data"] = "none" if heldout_file(args) == "none" else "given"
-    if file := args.deepspeed_config:
-        flags["content of --deepspeed_config"] = json.loads(regular(Path(file)).read_text("utf-8"))
+    if args.deepspeed_config:
+        text = regular(Path(args.deepspeed_config)).read_text("utf-8")
+        flags["content of --deepspeed_config"] = json.loads(text)
     return flags
 
 
@@ -339,7 +334,7 @@ def decide_horizon(
 def smaller_steps(args: Args, data_parallel: int, n_total: int, max_steps: int) -> list[str]:
     """A line with a micro-batch size and accumulation that give about FEW_STEPS steps or more."""
     rows, micro, accum = n_total // (FEW_STEPS * data_parallel), 1, 1
-    if getattr(args, "stages", 1) > 1:  # a pipeline needs many micro-batches
+    if args.stages > 1:  # a pipeline needs many micro-batches
         accum = args.grad_accum_steps
     else:
         micro = min(args.micro_batch_size, max(1, rows))

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from llm_demo.core.errors import Stopped, UserError
 from llm_demo.core.mesh import World, local_part, on_device
-from llm_demo.flags.args import Args
+from llm_demo.flags.args import Args, names_of
 from llm_demo.machine.device import free_host_memory, pin
 from llm_demo.machine.dist import from_rank0, lost_peer, on_all_ranks, timeout
 from llm_demo.machine.files import PART
@@ -30,13 +30,6 @@ from llm_demo.run import checkpoint_files
 from llm_demo.run.folder import last_checkpoint, published
 from llm_demo.run.lock import folder_gone
 from llm_demo.run.log import Log
-
-# a change of these settings on resume is logged, since it may be intended
-SETTINGS = (
-    "lr_scheduler", "warmup_steps", "weight_decay", "max_grad_norm", "dtype", "lr", "max_steps",
-    "eval_json", "router_aux_loss", "router_bias_update", "psgd_rank",
-    "lora_dropout", "freeze_router", "optim_state", "fp8",
-)  # fmt: skip
 
 
 class Saver:
@@ -58,7 +51,7 @@ class Saver:
         self.adapters, self.model = adapters, model or {}
         self.in_background = True  # unless the host is short of memory
         self.folder = log.folder / "checkpoints"
-        self.settings = {k: log.settings[k] for k in SETTINGS if k in log.settings}
+        self.settings = {k: log.settings[k] for k in names_of("resume") if k in log.settings}
         # its own group: the writing thread communicates while the ranks train
         self.group = dist.new_group(backend="gloo", timeout=timeout())
         self.thread = self.problem = None
