@@ -29,7 +29,7 @@ NOT_VARIABLES = set(
 MAX_INT, MAX_REAL = 2**31 - 1, 10**9
 TRUE = ("true", "yes", "t", "y", "1")
 FALSE = ("false", "no", "f", "n", "0")
-# What other code knows of a flag. args.names_of(tag) has the flags with a tag.
+# What other code knows of a flag. args.names_of(tag) has those of all scripts with a tag.
 TAGS = {
     "input": "names files or folders that a run reads; --overwrite does not delete them",
     "per_node": "may have another value on another node",
@@ -109,6 +109,11 @@ def choices_of(field: dataclasses.Field) -> tuple[str, ...]:
 def choices(group: type, name: str) -> tuple[str, ...]:
     """The values that a flag of this dataclass can take."""
     return choices_of(group.__dataclass_fields__[name])
+
+
+def tagged(group, tag: str) -> list[str]:
+    """The flags of a dataclass with this tag, a word of TAGS."""
+    return [f.name for f in dataclasses.fields(group) if tag in f.metadata["tags"]]
 
 
 def env_of(field: dataclasses.Field) -> str:

@@ -5,7 +5,6 @@ A rule of another form, which computes with values, is a `check` of the flag's g
 from typing import NamedTuple
 
 from llm_demo.core.errors import UserError
-from llm_demo.flags.parsing import flag_text, kind_of
 
 NEEDS, NOT_WITH = "needs", "does not work with"
 
@@ -76,7 +75,7 @@ def check_rules(args) -> None:
     """Raise UserError for the first rule that these flags break. args: a dataclass of flags."""
     for rule in RULES:
         if is_broken(rule, args):
-            raise UserError(message_of(rule, args))
+            raise UserError(message_of(rule))
 
 
 def is_broken(rule: Rule, args) -> bool:
@@ -92,23 +91,20 @@ def holds(condition: str, args) -> bool:
         return False
     value = getattr(args, name)
     if wanted:
-        return flag_text(value) == wanted
+        return str(value).lower() == wanted
     # not `in`, for which 0 is False
     without_effect = value is None or value is False or value == ""
     return not without_effect and value not in (field.default, field.metadata["off"])
 
 
-def message_of(rule: Rule, args) -> str:
-    flag, other = (spelt(condition, args) for condition in (rule.flag, rule.other))
+def message_of(rule: Rule) -> str:
     reason = f": {rule.why}" if rule.why else ""
-    return f"{flag} {rule.relation} {other}{reason}"
+    return f"{spelt(rule.flag)} {rule.relation} {spelt(rule.other)}{reason}"
 
 
-def spelt(condition: str, args) -> str:
+def spelt(condition: str) -> str:
     """A condition as a command line has it."""
     name, _, value = condition.partition("=")
-    if not value:
-        return f"--{name}"
-    if kind_of(args.__dataclass_fields__[name]) is bool:
-        return f"--no_{name}" if value == "false" else f"--{name}"
-    return f"--{name} {value}"
+    if value == "false":
+        return f"--no_{name}"
+    return f"--{name} {value}".strip()

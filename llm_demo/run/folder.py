@@ -20,8 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from llm_demo.core.errors import UserError
-from llm_demo.flags.args import names_of
-from llm_demo.flags.parsing import MAX_INT
+from llm_demo.flags.parsing import MAX_INT, tagged
 from llm_demo.machine.files import ROOT, write_json
 from llm_demo.machine.process import read_text
 from llm_demo.machine.secrets import SECRET, without_secrets
@@ -141,8 +140,8 @@ def _refuse_places_in(folder: Path) -> None:
 def _refuse_inputs_in(folder: Path, args) -> None:
     """Raise UserError if --overwrite would delete what this run reads."""
     folder = folder.resolve()
-    for flag in names_of("input"):
-        for name in filter(None, (getattr(args, flag, None) or "").split(",")):
+    for flag in tagged(args, "input"):
+        for name in filter(None, (getattr(args, flag) or "").split(",")):
             path = os.path.expanduser(name.strip())
             paths = (path, path.rpartition("*")[0] or path)  # it may have a weight
             for file in (Path(p) for p in paths for p in glob.glob(p, recursive=True) or [p]):
