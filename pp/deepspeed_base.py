@@ -3,7 +3,6 @@ configuration. ds_patches.py has what is changed in it, ds_state.py its state.""
 
 import contextlib
 import io
-import json
 import os
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,29 +15,7 @@ from llm_demo.machine.files import DECODER
 from llm_demo.machine.process import regular
 
 OLDEST, TESTED = "0.19.3", "0.19.8"
-# In --deepspeed_config: the flags that set these numbers.
-OWNED = {
-    "train_batch_size": "--micro_batch_size and --grad_accum_steps",
-    "train_micro_batch_size_per_gpu": "--micro_batch_size",
-    "gradient_accumulation_steps": "--grad_accum_steps",
-    "gradient_clipping": "--max_grad_norm",
-    "optimizer": "--lr and --weight_decay",
-    "scheduler": "--lr_scheduler and --warmup_steps",
-    "bf16": "--dtype",
-    "fp16": "--dtype",
-    "data_types": "--dtype",
-    "communication_data_type": "--dtype",
-}
-
-# The kinds of the switches; all others are numbers.
-BOOLEANS = {
-    "allgather_partitions", "contiguous_gradients", "debug", "enabled", "memory_breakdown",
-    "overlap_comm", "pin_memory", "prescale_gradients", "prof_all", "reduce_scatter", "verbose",
-    "zero_allow_untested_optimizer",
-}  # fmt: skip
-OBJECTS = {"comms_logger", "offload_optimizer", "offload_param", "zero_optimization"}
-ELSE = {"device", "prof_ops", "stage"}
-COMMS_LOGGER = {"debug", "enabled", "prof_all", "prof_ops", "verbose"}
+COMMS_LOGGER = {"enabled", "verbose", "prof_all", "prof_ops", "debug"}  # its switches
 
 
 def check_version(installed: str | None = None) -> None:
@@ -59,6 +36,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it warns about auto-detection
 
 from deepspeed.accelerator import get_accelerator  # noqa: E402
+from deepspeed.comm.config import CommsLoggerConfig  # noqa: E402
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # noqa: E402
 
 
@@ -67,40 +45,28 @@ def quiet():
     return contextlib.redirect_stdout(io.StringIO())
 
 
-def read_switches(path: str, known: set[str], known_zero: set[str]) -> dict:
-    """The user's engine switches, of which the sets name the allowed. Raises UserError for settings
-    that flags own, and for those that train wrongly or of the wrong kind."""
+def read_switches(path: str, plain: dict[str, type], zero: set[str]) -> dict:
+    """The user's engine switches, as DeepSpeed reads them. plain: those allowed, and their types;
+    zero: those allowed in zero_optimization. Other switches could train other numbers than the run
+    reports, so they are refused, as are values of the wrong type: raises UserError."""
     try:
         switches = DECODER.decode(regular(Path(path)).read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as e:
         raise UserError(f"--deepspeed_config {path}: {e}") from None
-    zero = switches.get("zero_optimization", {}) if isinstance(switches, dict) else None
-    if not isinstance(zero, dict):
-        raise UserError(f"{path}: must be an object, and zero_optimization in it another")
-    for key in OWNED.keys() & switches.keys():
-        raise UserError(f"{path}: {key} is set by {OWNED[key]}; remove it from the file")
-    # Only switches known to be harmless: aliases such as "bfloat16" or "torch_autocast" would train
-    # in another dtype than the run reports.
-    exact = "is not among the switches that keep the numbers exact:"
-    check_names(f"{path}: ", switches, known, exact)
-    check_names(f"{path}: zero_optimization.", zero, known_zero, exact)
-    check_kinds(path, switches)
-    if not switches.get("steps_per_print", 1) >= 1:
-        raise UserError(f"{path}: steps_per_print must be at least 1")
-    logger = switches.get("comms_logger", {})
-    check_names(f"{path}: comms_logger.", logger, COMMS_LOGGER)
-    check_kinds(path, logger)
-    names = logger.get("prof_ops", [])
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise UserError(f"{path}: prof_ops must be a list of names, not {json.dumps(names)}")
-    try:
-        DeepSpeedZeroConfig(**zero)
-    except ValueError as e:  # pydantic's, of many lines
-        error = e.errors()[0]
-        key = ".".join(map(str, ("zero_optimization", *error["loc"])))
-        raise UserError(f"{path}: {key}: {error['msg']}") from None
-    check_kinds(path, zero)
-    if zero.get("overlap_comm"):
+    groups = {
+        "zero_optimization": (zero, DeepSpeedZeroConfig),
+        "comms_logger": (COMMS_LOGGER, CommsLoggerConfig),
+    }
+    check_names(path, switches, {*plain, *groups})
+    for name, value in switches.items():
+        where = f"{path}: {name}"
+        if name in groups:
+            allowed, config_type = groups[name]
+            check_names(where, value, allowed)
+            switches[name] = as_read(where, value, config_type)
+        elif type(value) is not plain[name]:
+            raise UserError(f"{where} must be of type {plain[name].__name__}")
+    if switches.get("zero_optimization", {}).get("overlap_comm"):
         raise UserError(
             f"{path}: overlap_comm is refused: DeepSpeed reuses buffers that are still being sent, "
             "which gives wrong or NaN gradients"
@@ -108,23 +74,27 @@ def read_switches(path: str, known: set[str], known_zero: set[str]) -> dict:
     return switches
 
 
-def check_names(where: str, values: dict, allowed: set[str], how: str = "is not one of") -> None:
-    """Raise UserError for a switch that is not allowed."""
-    for key in values.keys() - allowed:
-        raise UserError(f"{where}{key} {how} {', '.join(sorted(allowed))}")
+def check_names(where: str, values, allowed: set[str]) -> None:
+    """Raise UserError for switches that are not allowed, or no object."""
+    if not isinstance(values, dict):
+        raise UserError(f"{where} must be an object")
+    unknown = values.keys() - allowed
+    if unknown:
+        raise UserError(
+            f"{where}: {', '.join(sorted(unknown))}: only these switches keep the numbers of the "
+            f"flags: {', '.join(sorted(allowed))}"
+        )
 
 
-def check_kinds(path: str, values: dict) -> None:
-    """Raise UserError for switches of a wrong kind. With these, DeepSpeed would fail, or would read
-    a text as a number or boolean, which the rest of the script would read differently."""
-    for key, value in values.items():
-        given = json.dumps(value)
-        if key in BOOLEANS and type(value) is not bool:
-            raise UserError(f"{path}: {key} must be true or false, not {given}")
-        if key in OBJECTS and type(value) is not dict:
-            raise UserError(f"{path}: {key} must be an object, not {given}")
-        if key not in BOOLEANS | OBJECTS | ELSE and type(value) not in (int, float):
-            raise UserError(f"{path}: {key} must be a number, not {given}")
+def as_read(where: str, values: dict, config_type: type) -> dict:
+    """Values as DeepSpeed's own pydantic model reads them, "1000" as 1000. Raises UserError."""
+    try:
+        config = config_type(**values)
+    except ValueError as e:  # pydantic's, of many lines
+        error = e.errors()[0]
+        raise UserError(f"{where}.{'.'.join(map(str, error['loc']))}: {error['msg']}") from None
+    read = config.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    return {name: read[name] for name in values}
 
 
 def engine_config(switches: dict, args, dtype: torch.dtype) -> dict:

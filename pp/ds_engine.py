@@ -24,13 +24,20 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 # Switches allowed in --deepspeed_config.
 SWITCHES = {
-    "zero_optimization", "zero_allow_untested_optimizer", "prescale_gradients", "comms_logger",
-    "steps_per_print", "memory_breakdown",
-}  # fmt: skip
+    "zero_allow_untested_optimizer": bool,
+    "prescale_gradients": bool,
+    "memory_breakdown": bool,
+    "steps_per_print": int,
+}
 ZERO = {
-    "stage", "reduce_scatter", "reduce_bucket_size", "allgather_partitions",
-    "allgather_bucket_size", "overlap_comm", "contiguous_gradients",
-}  # fmt: skip
+    "stage",
+    "reduce_scatter",
+    "reduce_bucket_size",
+    "allgather_partitions",
+    "allgather_bucket_size",
+    "overlap_comm",
+    "contiguous_gradients",
+}
 # Not round_robin_gradients: with replicas, checkpoints in fp32 would hold wrong values.
 
 

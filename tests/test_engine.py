@@ -173,6 +173,17 @@ def test_zeros_engine_config(stage, compiled):
     assert "overlap_comm" not in switches["zero_optimization"]  # left as they are
 
 
+def test_switches_are_as_deepspeed_reads_them(tmp_path):
+    given = {"stage": 2.0, "reduce_bucket_size": "1000", "overlap_comm": "no"}
+    given["offload_optimizer"] = {"device": "cpu", "pin_memory": "yes"}
+    (tmp_path / "x.json").write_text(json.dumps({"zero_optimization": given}))
+    read = zero_engine.read_switches(str(tmp_path / "x.json"))["zero_optimization"]
+    offload = {"device": "cpu", "pin_memory": True}
+    assert read == {
+        "stage": 2, "reduce_bucket_size": 1000, "overlap_comm": False, "offload_optimizer": offload
+    }  # fmt: skip
+
+
 def test_fp16_on_a_gpu_where_deepspeed_has_none(monkeypatch):
     accelerator = deepspeed_base.get_accelerator()
     monkeypatch.setattr(accelerator, "is_fp16_supported", lambda: False)
