@@ -9,7 +9,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 from itertools import combinations
 from types import SimpleNamespace
@@ -42,21 +41,21 @@ def empty(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def measure(empty, monkeypatch, capsys):
-    """bench.run with flags, its launchers being real processes; -> (exit code, what it printed)."""
+def call(monkeypatch, capsys):
+    """Call a command's main with arguments: (exit code, what it printed, its errors)."""
 
-    def call(*flags):
-        monkeypatch.setattr(sys, "argv", ["bench.run", *flags])
+    def called(main, *arguments):
+        monkeypatch.setattr(sys, "argv", ["command", *arguments])
         monkeypatch.setattr(sys, "executable", python())  # the launchers'
-        code = bench.main()
-        return code, capsys.readouterr().out
+        code = main()
+        return code, *capsys.readouterr()
 
-    return call
+    return called
 
 
-def test_smoke_then_resume(measure, tmp_path):
+def test_smoke_then_resume(call, empty, tmp_path):
     """Both launchers, full rows and packed documents; a row that is there is not run again."""
-    code, said = measure("--preset", "smoke")
+    code, said, _ = call(bench.main, "--preset", "smoke")
     assert code == 0, said
     assert [file.name for file in tmp_path.iterdir()] == ["smoke.jsonl"]
     results = store.read("smoke")
@@ -72,9 +71,10 @@ def test_smoke_then_resume(measure, tmp_path):
         assert len(table.line_of(result)) == len(table.HEAD)
         host, resident = (result["summary"][key] for key in ("peak_host_gb", "peak_mem_gb"))
         assert len(host) == 2 and host == pytest.approx(resident, abs=0.1)  # on a CPU
-    assert measure("--preset", "smoke", "--resume")[1].count("already measured") == 2
+    said = call(bench.main, "--preset", "smoke", "--resume")[1]
+    assert said.count("already measured") == 2
     with pytest.raises(UserError, match="--resume or --overwrite"):
-        measure("--preset", "smoke")
+        call(bench.main, "--preset", "smoke")
 
 
 def test_host_memory_is_a_column_where_an_optimizer_is_on_the_host(empty, tmp_path):
@@ -119,9 +119,9 @@ def test_what_checkpoints_cost(engine):
     assert background["save/bytes"] == pytest.approx(waiting["save/bytes"], rel=0.01)
 
 
-def test_a_row_that_fails_is_a_row_that_says_so(measure, tmp_path):
-    flags = ["--engines", "fsdp", "--model", "models/qwen3-tiny", "--flags=--oops"]
-    code, said = measure(*flags, "--out", "x")
+def test_a_row_that_fails_is_a_row_that_says_so(call, empty):
+    flags = ["--engines", "fsdp", "--model", "models/qwen3-tiny", "--flags=--oops", "--out", "x"]
+    code, said, _ = call(bench.main, *flags)
     assert code == 1 and "unknown argument --oops" in said
     (result,) = store.read("x")
     assert result["status"] == "failed" and result["error"].startswith("error: unknown")
@@ -157,14 +157,13 @@ def test_ctrl_c_ends_the_row_and_its_processes(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", HELD_OUT)
-def test_losses_of_the_same_steps(what, tmp_path, monkeypatch):
+def test_losses_of_the_same_steps(what, call, empty, tmp_path):
     """Every way starts alike but for the approximation, and each has its own losses."""
     rows = (ROOT / "data/sft_en.jsonl").read_text().splitlines(keepends=True)[:40]
     (tmp_path / "rows.jsonl").write_text("".join(rows))
-    monkeypatch.setattr(store, "RESULTS", tmp_path)
-    words = ["held_out", what, str(ROOT / "models/qwen3-tiny"), str(tmp_path / "rows.jsonl")]
-    monkeypatch.setattr(sys, "argv", [*words, "--held_out", "8", "--steps", "2", "--every", "1"])
-    assert held_out.main() == 0
+    words = [what, str(ROOT / "models/qwen3-tiny"), str(tmp_path / "rows.jsonl")]
+    words += ["--held_out", "8", "--steps", "2", "--every", "1"]
+    assert call(held_out.main, *words)[0] == 0
     losses = [result["losses"] for result in store.read(f"held_out/{what}")]
     assert len(losses) == len(HELD_OUT[what]) and all(len(each) == 3 for each in losses)
     ends = [each["2"] for each in losses]
@@ -252,36 +251,6 @@ def test_an_interrupted_write_leaves_the_old_file(empty):
     assert len(store.read("x")) == 2
 
 
-def test_two_benchmarks_at_a_time_lose_no_row(empty, monkeypatch):
-    read = store.read
-    monkeypatch.setattr(store, "read", lambda name: (read(name), time.sleep(0.2))[0])
-    results = [result_of(micro=micro) for micro in (1, 2)]
-    threads = [threading.Thread(target=store.write, args=("x", result)) for result in results]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(read("x")) == 2
-
-
-def test_the_data_that_another_benchmark_writes_is_left_alone(tmp_path, monkeypatch):
-    monkeypatch.setenv("LLM_DEMO_CACHE", str(tmp_path))
-    row = {**bench.DEFAULTS, "seq_len": 32}
-    file = pathlib.Path(bench.data_of(row, str(ROOT / "models/qwen3-tiny")))
-    half = file.with_name(f".part-{file.name}")
-    half.write_text(file.read_text()[:99])
-    file.unlink()
-    file = pathlib.Path(bench.data_of(row, str(ROOT / "models/qwen3-tiny")))
-    assert len(file.read_text().splitlines()) == 512 and half.stat().st_size == 99
-    assert {*tmp_path.iterdir()} == {file, half}
-
-
-def test_names_of_results_are_allowed_on_every_system():
-    files = [file for folder in (store.RESULTS, plots.PLOTS) for file in folder.rglob("*")]
-    assert len(files) > 12
-    assert not [file for file in files if set(file.name) & set('<>:"\\|?*')]
-
-
 # cards bridged in pairs
 BRIDGED = """\tGPU0\tGPU1\tGPU2\tGPU3\tCPU Affinity
 GPU0\t X \tNV4\tSYS\tSYS\t0-31
@@ -322,18 +291,16 @@ def test_the_tables_are_those_of_the_results():
         assert text.count("\nMeasured at ") == (page.name != "README.md" and tables)
 
 
-def test_tables_are_updated_in_the_page_that_has_them(tmp_path, monkeypatch, capsys):
+def test_tables_are_updated_in_the_page_that_has_them(call, tmp_path, monkeypatch):
     text = "\nabove\n<!-- table: h200-x2/teff -->\n{}<!-- end -->\nbelow\n"
     (tmp_path / "docs").mkdir()
     pages = tmp_path / "README.md", tmp_path / "docs/a.md", tmp_path / "docs/b.md"
     for page, body in zip(pages, ("no table", text.format("| old |\n"), text), strict=True):
         page.write_text(body)
     monkeypatch.setattr(table, "ROOT", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["bench.table", "--check"])
-    assert table.main() == 1
-    assert "docs/a.md is out of date" in (said := capsys.readouterr().err) and "README" not in said
-    monkeypatch.setattr(sys, "argv", ["bench.table"])
-    assert table.main() == 0
+    code, _, errors = call(table.main, "--check")
+    assert code == 1 and "docs/a.md is out of date" in errors and "README" not in errors
+    assert call(table.main)[0] == 0
     assert pages[0].read_text() == "no table"
     measured = table.notes_of("h200-x2/teff")
     commits = r"\nMeasured at (\w{7} \(\d+\), )+\w{7} \(\d+\)\."
@@ -381,12 +348,6 @@ def test_a_peers_row_has_its_memory_by_our_measure_and_its_versions(monkeypatch)
     assert result["env"]["versions"] == {"torchtitan": "0.2.2"}
 
 
-def test_another_version_of_a_peer_is_not_measured(monkeypatch):
-    monkeypatch.setattr(torchtitan, "version", lambda name: "0.3.0")
-    result = bench.measure({**bench.DEFAULTS, "engine": "torchtitan", "gpus": 2}, 9)
-    assert result["status"] == "failed" and "pip install torchtitan==0.2.2" in result["error"]
-
-
 def test_a_row_spread_over_gpus_is_torchtitans_context_parallelism():
     row = {**bench.DEFAULTS, "gpus": 4, "ga": 3, "seq_len": 4096, "flags": "--sequence_parallel 2"}
     command = torchtitan.command_of(row)
@@ -401,15 +362,6 @@ def test_a_row_spread_over_gpus_is_torchtitans_context_parallelism():
     alone = torchtitan.command_of({**row, "flags": ""})
     assert alone[alone.index("--training.global_batch_size") + 1] == "12"
     assert not any("context_parallel" in word for word in alone)
-
-
-def test_long_rows_have_few_tokens(tmp_path, monkeypatch):
-    monkeypatch.setenv("LLM_DEMO_CACHE", str(tmp_path))
-    monkeypatch.setattr(bench, "MOST_TOKENS", 1 << 14)
-    model = str(ROOT / "models/qwen3-tiny")
-    for data, lines in (("full", 16), ("packed", 512)):
-        row = {**bench.DEFAULTS, "data": data, "seq_len": 1024}
-        assert len(pathlib.Path(bench.data_of(row, model)).read_text().splitlines()) == lines
 
 
 def test_trls_row_has_medians_without_the_first_steps(monkeypatch):
@@ -439,19 +391,6 @@ def test_the_pictures_are_of_the_results():
         assert plots.digest(*panels.get(name, [name])).encode() in picture, "python -m bench.plots"
 
 
-def test_pictures_have_a_file_each(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(plots, "PLOTS", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["plots", "h200-x2/no_p2p,h200-x2/slow_link", "h200-x2/teff"])
-    assert plots.main() == 0
-    assert {f.name for f in tmp_path.rglob("*.png")} == {"no_p2p.png", "teff.png"}
-    assert plots.digest("h200-x2/no_p2p", "h200-x2/slow_link") != plots.digest("h200-x2/no_p2p")
-    sys.argv.append("--check")
-    assert plots.main() == 0
-    sys.argv[1] = "h200-x2/no_p2p,h200-x2/ways"
-    with pytest.raises(UserError, match="out of date: run python -m bench.plots h200-x2/no_p2p,"):
-        plots.main()
-
-
 @pytest.mark.parametrize("name, said", [
     ("h200-x2/no_p2p,h200-x2/none", "h200-x2/none: no results to draw"),
     ("h200-x2/ways_sockets,h200-x2/long", "no engine with the same flags is in all of them"),
@@ -459,18 +398,11 @@ def test_pictures_have_a_file_each(tmp_path, monkeypatch, capsys):
     ("h200-x2/checkpoints/save", "has a table of its own and no picture"),
     ("h200-x2/timer/redesign", "has a table of its own and no picture"),  # equal settings
 ])  # fmt: skip
-def test_what_cannot_be_drawn_is_refused_in_one_line(name, said, tmp_path, monkeypatch):
+def test_what_cannot_be_drawn_is_refused_in_one_line(name, said, call, tmp_path, monkeypatch):
     monkeypatch.setattr(plots, "PLOTS", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["plots", name])
     with pytest.raises(UserError, match=said):
-        plots.main()
+        call(plots.main, name)
     assert not [*tmp_path.rglob("*.png")]
-
-
-def test_a_picture_of_several_files_shows_what_all_have():
-    panels = [plots.lines_of(plots.rows_of(f"h200-x2/{n}")) for n in ("ways", "ways_sockets")]
-    assert "fsdp_pp v no_copy_engines" in panels[0]
-    assert {*panels[1]} == {*plots.in_all(panels)} == {*plots.in_all(panels[::-1])}
 
 
 @pytest.mark.parametrize("names, curves", [
@@ -506,46 +438,6 @@ def test_pictures_do_not_mislead(names, curves, tmp_path, monkeypatch):
     assert not touching
 
 
-def test_a_curve_joins_only_rows_that_differ_in_its_way_and_accumulation():
-    rows = plots.rows_of("h200-x2/teff")
-    lines = plots.lines_of(rows)
-    assert {name: [r["row"]["ga"] for r in line] for name, line in lines.items()} == {
-        "fsdp, micro 4": [1], "pp, micro 8": [1, 2, 4, 8, 12], "fsdp, micro 8": [1, 2, 4, 6],
-        "pp dualpipev, micro 8": [4, 8, 12],
-    }  # fmt: skip
-    others = {"model": "m", "dtype": "fp32", "ckpt": True, "seq_len": 64, "data": "packed"}
-    for key, value in (others | {"env": "NCCL_P2P_DISABLE=1"}).items():
-        other = {**rows[0], "row": rows[0]["row"] | {key: value}}
-        assert plots.lines_of(rows) and plots.lines_of([*rows, other]) == {}, key
-
-
-def test_only_rows_of_one_micro_batch_size_overtake():
-    rows = plots.rows_of("h200-x2/slow_link")
-    assert {name: x for name, (x, _) in plots.overtakes(plots.lines_of(rows)).items()} == {
-        "pp": 16.384, "pp dualpipev": 32.768
-    }  # fmt: skip
-    for row in rows:  # FSDP's first point alone has the pipelines' size
-        if row["row"]["engine"] == "fsdp" and row["row"]["ga"] > 1:
-            row["row"]["micro"] = 4
-    assert [*plots.overtakes(plots.lines_of(rows))] == ["pp, micro 8"]
-
-
-def test_a_picture_says_how_many_rows_failed(tmp_path, monkeypatch):
-    results, figures = store.read("h200-x2/timer"), []
-    failed = {"row": results[0]["row"] | {"micro": 99}, "status": "out of memory"}
-    monkeypatch.setattr(store, "read", lambda name: [*results, failed])
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
-    plots.draw("h200-x2/timer", tmp_path / "a.png")
-    assert "\nnot drawn: 1 failed\n" in figures[0].get_suptitle()
-
-
-def test_what_was_not_timed_is_not_called_compute():
-    rows = plots.rows_of("h200-x2/timer")
-    timed = {plots.way(row): bool(plots.shares(row["summary"])) for row in rows}
-    assert timed["pp no_comm_timer"] is False and timed["pp profile_steps 10:11"] is True
-    assert all(plots.shares(row["summary"]) for row in plots.rows_of("h200/memory"))  # one process
-
-
 def test_where_two_lines_cross():
     fsdp = [(10, 100), (20, 110), (40, 120)]
     assert plots.crossover(fsdp, [(10, 50), (40, 110)]) is None
@@ -555,17 +447,6 @@ def test_where_two_lines_cross():
     assert plots.crossover(fsdp, [(50, 200), (60, 300)]) is None  # never at the same tokens
     assert plots.crossover(fsdp, [(10, 150), (20, 150), (40, 100)]) is None  # behind at the end
     assert plots.crossover(fsdp, [(10, 150), (20, 90), (40, 140)]) == (30, 115)
-
-
-def test_what_is_drawn_is_a_share_of_the_step():
-    summary = {
-        "median_step_ms": 100.0,
-        "median_comm_ms": [5.0, 30.0],
-        "median_comm_exposed_ms": [5.0, 30.0],
-        "median_comm_wait_ms": [1.0, 20.0],
-    }
-    shares = {"compute and idle": 0.7, "exposed transfer": 0.1, "waiting": 0.2}
-    assert plots.shares(summary) == pytest.approx(shares)
 
 
 def test_checkpointing_is_on_or_off_in_any_spelling():
