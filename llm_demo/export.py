@@ -19,7 +19,7 @@ from llm_demo.flags.parsing import PlainParser, choices, path_of, size
 from llm_demo.machine.process import early
 from llm_demo.run.inputs import refuse_used
 
-OF_WEIGHTS = (*choices(TrainArgs, "dtype")[1:], "fp8", "fp8_rows")
+OF_WEIGHTS = (*choices(TrainArgs, "dtype")[1:], "fp8")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -27,9 +27,13 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("source", type=path_of, help="a checkpoint, or a run folder for its newest complete one")
     add("out", type=path_of, help="folder to create")
-    add("--dtype", choices=OF_WEIGHTS, default="bf16", help="dtype of the weights; fp8: "
-        "linear layers with a scale for 128 x 128 numbers, as DeepSeek-V3; fp8_rows: for each row, "
-        "as compressed-tensors; the rest in bf16")  # fmt: skip
+    add(
+        "--dtype",
+        choices=OF_WEIGHTS,
+        default="bf16",
+        help="dtype of the weights; fp8: linear layers with a scale for 128 x 128 numbers, as "
+        "DeepSeek-V3, the rest in bf16",
+    )
     add("--merge", action="store_true", help="add adapters to their base: writes the whole model")
     add("--base", help="folder or hub id of that base, if it has moved")
     add("--max_shard_size", type=size, default="5GB", help="largest weights file")
@@ -68,7 +72,7 @@ from llm_demo.machine.text import differences, size_of, watched, words_of
 from llm_demo.model.adapter_folder import BASE, BITS
 from llm_demo.model.adapters import factor_names, factors_of, in_peft, merge_into, peft_targets
 from llm_demo.model.families import TEXT_OF
-from llm_demo.model.low_bits import E4M3, FORMATS, as_stored, configuration, laid_out, weight_of
+from llm_demo.model.low_bits import E4M3, SCALES, as_stored, fp8_config, laid_out
 from llm_demo.model.model_folder import describe, on_meta
 from llm_demo.model.source import TOKENIZERS, find_model, load_tokenizer, read_config
 from llm_demo.model.weights_files import (
@@ -162,22 +166,22 @@ def export(
     bits = lora and lora["base"].get("bits")
     if merge or base:
         lora, weights = find_base(checkpoint, lora, base)
-    whole, way = merge or not lora, FORMATS.get(dtype)
-    if way and not whole:
+    whole, fp8 = merge or not lora, dtype == "fp8"
+    if fp8 and not whole:
         raise UserError(f"--dtype {dtype}: {checkpoint} holds adapters: merge them, with --merge")
     with appearing(out) as part:
         config, shapes, buffers = model_of(model)
         held = factors_of(lora, shapes) if lora else shapes
         compare_shapes(checkpoint, weights_of(checkpoint), held, "by its configuration")
         described = copy.deepcopy(config) if whole else None
-        if way:
-            described.quantization_config = configuration(way, in_files(shapes))
+        if fp8:
+            described.quantization_config = fp8_config(in_files(shapes))
         rest = DTYPES.get(dtype, torch.bfloat16)
         notes = describe(model, part, load_tokenizer(str(model)), described, rest)
         if whole:
             read = merged(checkpoint, config, held, lora, weights) if lora else None
             n_bytes = write_weights(
-                checkpoint, part, shapes, rest, max_shard_size, buffers, read, way
+                checkpoint, part, shapes, rest, max_shard_size, buffers, read, fp8
             )
             if bits == 4 and not (weights and weights.packed):
                 notes.append(IN_4_BITS)
@@ -292,28 +296,29 @@ def write_weights(
     max_shard_size,
     buffers=frozenset(),
     read: Callable | None = None,
-    way: str | None = None,
+    fp8: bool = False,
 ) -> int:
     """Write safetensors, sharded with an index if needed; returns bytes. wanted: {name: shape} of
     the configuration's model; fused experts are written as a tensor for each matrix of each.
     buffers: names that stay in fp32. read(tensors): fills {name: tensor}; default: from the
-    checkpoint. way: of fp8's scales, see low_bits.py."""
+    checkpoint. fp8: see low_bits.py."""
     read = read or functools.partial(read_tensors, checkpoint)
     of_files = {
         name: torch.empty(shape, dtype=torch.float32 if name in buffers else dtype, device="meta")
         for name, shape in in_files(wanted).items()
     }
-    of_files = laid_out(of_files, way) if way else of_files
+    if fp8:
+        of_files = laid_out(of_files)
     plan = in_shards(of_files, max_shard_size)
     with watched("exporting", plan.metadata["total_size"], lambda: size_of(folder)):
         for file, names in plan.filename_to_tensors.items():
             kinds, tensors = {name: of_files[name].dtype for name in names}, {}
             # a fused tensor is read whole, even if another file has some of its experts
-            weights = set(map(weight_of, kinds))
+            weights = {name.removesuffix(SCALES) for name in kinds}
             needed = {n: s for n, s in wanted.items() if weights & in_files({n: s}).keys()}
             masters = {n: torch.empty(s, device="meta") for n, s in needed.items()}
             for group in in_shards(masters, READ).filename_to_tensors.values():
-                tensors |= read_group({name: needed[name] for name in group}, kinds, read, way)
+                tensors |= read_group({name: needed[name] for name in group}, kinds, read)
             save_finite(tensors, folder / file, checkpoint)
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
@@ -328,14 +333,14 @@ def in_shards(tensors: dict[str, torch.Tensor], most):
     )
 
 
-def read_group(shapes: dict[str, tuple], kinds: dict, read: Callable, way) -> dict:
+def read_group(shapes: dict[str, tuple], kinds: dict, read: Callable) -> dict:
     """Read these parameters; returns {name: tensor} of what a file holds of them. kinds: {name:
-    dtype} there; way: of fp8's scales."""
+    dtype} there."""
     masters = {name: torch.empty(shape) for name, shape in shapes.items()}
     read(masters)
     parts = [part for name, master in masters.items() for part in as_in_files(name, master).items()]
     # copies, since safetensors refuses shared memory
-    return {n: t for part in parts for n, t in as_stored(*part, kinds, way).items()}
+    return {n: t for part in parts for n, t in as_stored(*part, kinds).items()}
 
 
 def heldout_of(checkpoint: Path, facts: dict) -> str:

@@ -11,27 +11,26 @@ from safetensors.torch import load_file, save_file
 from test_checkpoint import WORLD
 from test_export import FACTS
 from test_fp8_files import (
-    BLOCKS,
     DOWN,
+    FP8,
     PARTIAL,
-    ROWS,
     SCALE,
     change,
     in_fp8,
     published,
     value_by_value,
+    values_of,
 )
-from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.quantizers import AutoHfQuantizer
 
 from llm_demo import export
-from llm_demo.model.low_bits import quantised, weight_of
+from llm_demo.model.low_bits import quantised
 from llm_demo.model.model_folder import describe_model, load_model, open_model
 from llm_demo.model.source import load_tokenizer
 from llm_demo.run import checkpoint_files
 
 pytestmark = pytest.mark.usefixtures("alone")
-WAYS = {"fp8": "blocks", "fp8_rows": "rows"}
 
 
 def run_of(folder, run, spoil=lambda state: None, **facts):
@@ -67,50 +66,43 @@ def odd_scales(folder):
 
 
 @pytest.mark.parametrize("shard", ["5GB", "1KB"])
-@pytest.mark.parametrize("dtype", ["fp8", "fp8_rows", "odd scales"])
-@pytest.mark.parametrize("name", ["qwen3", "experts", "deepseek"])
-def test_what_was_read_is_written_again(name, dtype, shard, tmp_path):
+@pytest.mark.parametrize("name", ["qwen3", "experts", "deepseek", "odd scales"])
+def test_what_was_read_is_written_again(name, shard, tmp_path):
     """Names, shapes, dtypes, bytes, configuration; also with each weight in another file than its
     scales."""
-    way = WAYS.get(dtype, "blocks")
-    scales = torch.float32 if way == "blocks" else torch.bfloat16
     columns = {"kv_lora_rank": 240, "hidden_size": 256} if name == "deepseek" else {}
-    folder = published(name, tmp_path / "base", way, scales, **columns)
-    if dtype == "odd scales":
+    kind = "qwen3" if name == "odd scales" else name
+    folder = published(kind, tmp_path / "base", **columns)
+    if name == "odd scales":
         odd_scales(folder)
     given, out = tensors_of(folder), tmp_path / "out"
-    if name == "deepseek" and way == "blocks":  # blocks divide no 240 columns
+    if name == "deepseek":  # blocks divide no 240 columns
         for key in [n for n in given if n.endswith("kv_b_proj.weight")]:
             given[key] = value_by_value(given, key).bfloat16()
             del given[f"{key}_scale_inv"]
-    how = "fp8_rows" if way == "rows" else "fp8"
-    export.export(run_of(folder, tmp_path / "run"), out, how, shard)
+    export.export(run_of(folder, tmp_path / "run"), out, "fp8", shard)
     if shard == "1KB":
         places = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
         assert places.keys() == given.keys()
-        assert not any(places.get(weight_of(n)) == f for n, f in places.items() if "_scale" in n)
+        scales = [n for n in places if n.endswith("_scale_inv")]
+        assert not any(places[n.removesuffix("_scale_inv")] == places[n] for n in scales)
     written = tensors_of(out)
     assert written.keys() == given.keys()
     for key, t in given.items():
         assert same_bytes(written[key], t), key
     config = json.loads((out / "config.json").read_text())
     assert config["dtype"] == config["torch_dtype"] == "bfloat16"
-    if name == "qwen3":
-        assert config["quantization_config"] == (BLOCKS if way == "blocks" else ROWS)
-    left = config["quantization_config"].get(
-        "modules_to_not_convert" if way == "blocks" else "ignore"
-    )
-    routers = [n.removesuffix(".weight") for n in given if n.endswith("mlp.gate.weight")]
-    if routers:
-        assert {"lm_head", *routers} <= set(left)
-        others = {"lm_head", *routers} ^ set(left)
-        assert others == {n for n in others if n.endswith("kv_b_proj")}
-        assert len(others) == 2 * (name == "deepseek" and way == "blocks")
+    left = set(config["quantization_config"].pop("modules_to_not_convert", []))
+    assert config["quantization_config"] == FP8
+    routers = {n.removesuffix(".weight") for n in given if n.endswith("mlp.gate.weight")}
+    projections = {n for n in left if n.endswith("kv_b_proj")}
+    assert len(projections) == (2 if name == "deepseek" else 0)
+    assert left == ({"lm_head"} | routers | projections if routers else set())
 
 
-def assert_loads(out, **how):
+def assert_loads(out):
     """transformers and this project read the same values from an export, and both answer."""
-    loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16, **how)
+    loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
     config, weights = open_model(out, 64)
     assert weights.scales
     mine = load_model("it", out, config, torch.bfloat16)
@@ -137,56 +129,45 @@ def assert_computed_in_fp8(out):
     assert {*replaced} == {re.sub(r"(\.experts)\..+", r"\1", n) for n in scaled}
 
 
-@pytest.mark.parametrize("partial", [False, True])
-@pytest.mark.parametrize("name", ["qwen3", "experts", "deepseek"])
+@pytest.mark.parametrize(
+    "name, partial",
+    [
+        ("qwen3", False),
+        ("qwen3", True),
+        ("experts", False),
+        ("deepseek", False),
+        ("deepseek", True),
+    ],
+)
 def test_transformers_loads_blocks(name, partial, tmp_path):
     """Also of a model that blocks do not divide: what is left is in bf16, and so is what servers
     compute with it as one layer."""
-    folder = published(name, tmp_path / "base", "rows", **PARTIAL.get(name, {}) if partial else {})
+    sizes = PARTIAL[name] if partial else {}
+    folder = published(name, tmp_path / "base", **sizes)
     out = tmp_path / "out"
     export.export(run_of(folder, tmp_path / "run"), out, "fp8")
     assert_loads(out)
     assert_computed_in_fp8(out)
-    if name == "experts" or not partial:
+    if not partial:
         return
     left = json.loads((out / "config.json").read_text())["quantization_config"]
     left = {re.sub(r"\d+", "N", n) for n in left["modules_to_not_convert"]}
     state = tensors_of(out)
     if name == "qwen3":
-        assert left == {
-            "lm_head",
-            *(f"model.layers.N.mlp.{n}_proj" for n in ("gate", "up", "down")),
-        }
+        mlp = {f"model.layers.N.mlp.{n}_proj" for n in ("gate", "up", "down")}
+        assert left == {"lm_head"} | mlp
     else:  # 576 rows of kv_a, experts 320 wide
-        assert {f"model.layers.N.{n}" for n in (
-            "mlp.experts", "mlp.gate", "self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa",
-        )} < left  # fmt: skip
-        assert not any(n.startswith("model.layers.N.mlp.experts.") for n in left)
+        of_block = {n.removeprefix("model.layers.N.") for n in left}
+        attention = {"self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"}
+        assert {"mlp.experts", "mlp.gate"} | attention < of_block
+        assert not any(n.startswith("mlp.experts.") for n in of_block)
         assert state["model.layers.0.self_attn.q_a_proj.weight"].dtype == torch.bfloat16
     for key, t in state.items():
         if in_fp8(key, t) and "_scale" not in key and t.dtype == torch.bfloat16:
             assert any(n in re.sub(r"\d+", "N", key) for n in left), key
 
 
-@pytest.mark.parametrize("name", ["qwen3", "experts", "deepseek"])
-def test_transformers_loads_rows(name, tmp_path):
-    """And compressed-tensors calls the configuration FP8_DYNAMIC."""
-    quantization = pytest.importorskip("compressed_tensors.quantization")
-    folder = published(name, tmp_path / "base", **PARTIAL.get(name, {}))
-    out = tmp_path / "out"
-    export.export(run_of(folder, tmp_path / "run"), out, "fp8_rows")
-    assert_loads(out, quantization_config=CompressedTensorsConfig(dequantize=True))
-    written = json.loads((out / "config.json").read_text())["quantization_config"]
-    (group,) = quantization.QuantizationConfig.model_validate(written).config_groups.values()
-    preset = quantization.preset_name_to_scheme("FP8_DYNAMIC", ["Linear"])
-    same = "num_bits", "type", "symmetric", "strategy", "dynamic"
-    for part in ("weights", "input_activations"):
-        mine, true = getattr(group, part), getattr(preset, part)
-        assert [getattr(mine, key) for key in same] == [getattr(true, key) for key in same]
-
-
-@pytest.mark.parametrize("way", ["blocks", "rows"])
-def test_the_formula(way):
+def test_the_formula():
     """Of weights that no fp8 number gave: s = max |w| / 448, and w / s rounded to e4m3."""
     torch.manual_seed(0)
     w = torch.randn(256, 384) * torch.logspace(-9, 3, 256)[:, None]
@@ -194,17 +175,16 @@ def test_the_formula(way):
     w[3] = 0
     tiny = torch.tensor(448 * 1.4 * 2.0**-149)  # its scale, 1.4 of the smallest number, is 1 of it
     w[5] = w[128:, 128:256] = tiny
-    numbers, scales = quantised(w, way)
-    size = (128, 128) if way == "blocks" else (1, 384)
-    for i in range(scales.shape[0]):
-        for j in range(scales.shape[1]):
-            at = tuple(slice(n * k, n * k + k) for n, k in zip((i, j), size, strict=True))
-            s = (w[at].abs().max() / 448).to(scales.dtype)
-            s = s if s > 0 else torch.ones((), dtype=scales.dtype)
+    numbers, scales = quantised(w)
+    assert scales.dtype == torch.float32
+    for i in range(2):
+        for j in range(3):
+            at = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
+            s = w[at].abs().max() / 448
+            s = s if s > 0 else torch.ones(())
             assert scales[i, j] == s
-            expected = (w[at] / s.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
+            expected = (w[at] / s).clamp(-448, 448).to(torch.float8_e4m3fn)
             assert same_bytes(numbers[at], expected)
-    assert scales.dtype == (torch.float32 if way == "blocks" else torch.bfloat16)
 
 
 def spoilt(state):
@@ -219,10 +199,10 @@ def test_what_cannot_be_exported(tmp_path, record_property):
     adapters = {"rank": 1, "alpha": 1.0, "dropout": 0.0, "targets": ["q_proj"]}
     adapters["base"] = {"path": str(folder), "weights": ""}
     checkpoint = run_of(folder, tmp_path / "b", adapters=adapters)
-    with refused("--dtype fp8_rows: .* holds adapters: merge them, with --merge"):
-        export.export(checkpoint, tmp_path / "out", "fp8_rows")
-    folder = published("qwen3", tmp_path / "narrow", "rows", hidden_size=96)
-    with refused("--dtype fp8: blocks of 128 x 128 divide no layer of this model: use fp8_rows"):
+    with refused("--dtype fp8: .* holds adapters: merge them, with --merge"):
+        export.export(checkpoint, tmp_path / "out", "fp8")
+    folder = published("qwen3", tmp_path / "narrow", hidden_size=96)
+    with refused("--dtype fp8: blocks of 128 x 128 divide no layer of this model: use bf16"):
         export.export(run_of(folder, tmp_path / "c"), tmp_path / "out", "fp8")
     assert not (tmp_path / "out").exists()
 
@@ -240,9 +220,7 @@ def test_exports_in_other_dtypes_do_not_say_fp8(tmp_path):
 def dequantised(folder, out):
     """A copy of the folder whose weights are the values in fp32."""
     shutil.copytree(folder, out)
-    state = load_file(out / "model.safetensors")
-    values = {n: value_by_value(state, n) if t.element_size() == 1 else t for n, t in state.items()
-              if "_scale" not in n}  # fmt: skip
+    values = values_of(load_file(out / "model.safetensors"))
     save_file(values, out / "model.safetensors", metadata={"format": "pt"})
     change(out, quantization_config=None)
 
@@ -269,8 +247,7 @@ def test_runs_are_those_of_the_values(kind, tmp_path):
     for name, (model, more) in CASES[kind].items():
         folder = tmp_path / model
         if not folder.exists():
-            way = "rows" if kind == "fsdp_pp" else "blocks"
-            published(model, folder, way, **PARTIAL[model])
+            published(model, folder, **PARTIAL[model])
             dequantised(folder, tmp_path / f"{model}-values")
         for base in (model, f"{model}-values"):
             cases[f"{name}, {base}"] = [

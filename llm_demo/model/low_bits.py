@@ -2,12 +2,10 @@
 
 fp8, a byte a number, of X.weight [N, K] in e4m3: a value is its number times its scale.
 
-    blocks  X.weight_scale_inv  fp32 [ceil(N / 128), ceil(K / 128)], a scale for 128 x 128 numbers
-    rows    X.weight_scale      bf16 [N, 1], a scale for each row
+    X.weight_scale_inv  fp32 [ceil(N / 128), ceil(K / 128)], a scale for 128 x 128 numbers
 
-Blocks are DeepSeek-V3's format (https://huggingface.co/deepseek-ai/DeepSeek-V3, README_WEIGHTS.md;
-Qwen3's releases have scales in bf16), rows are compressed-tensors'
-(https://github.com/vllm-project/compressed-tensors).
+This is DeepSeek-V3's format (https://huggingface.co/deepseek-ai/DeepSeek-V3, README_WEIGHTS.md;
+Qwen3's releases have scales in bf16).
 
 4 bits, as bitsandbytes and transformers write them, see core/four_bits.py:
 
@@ -26,6 +24,7 @@ import re
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -34,102 +33,100 @@ import torch.nn.functional as F
 from llm_demo.core import four_bits
 from llm_demo.core.errors import UserError
 
-E4M3, LARGEST = torch.float8_e4m3fn, torch.finfo(torch.float8_e4m3fn).max  # 448
+E4M3 = torch.float8_e4m3fn
+LARGEST = torch.finfo(E4M3).max  # 448
 KIND = "F8_E4M3"  # safetensors' name of it
-BLOCK = 128  # rows and columns of fp8
-SCALES = {"blocks": "_scale_inv", "rows": "_scale"}  # after a weight's name
-DTYPES = {"blocks": torch.float32, "rows": torch.bfloat16}  # of scales that are written
-FORMATS = {"fp8": "blocks", "fp8_rows": "rows"}  # of --dtype
+BLOCK = 128  # rows and columns of fp8 that share a scale
+SCALES = "_scale_inv"  # after a weight's name
+# `quantization_config` of exports in fp8, as published
+FP8 = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [BLOCK, BLOCK],
+}
 # of a `quantization_config` of bitsandbytes, see below
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 # Of a block, what is quantised: all linear layers but routers and gates.
 LINEAR = re.compile(r"model\.layers\.\d+\..+_proj(_with_mqa)?\.weight")
 # Servers compute these as one layer, and refuse one whose parts differ in dtype.
-TOGETHER = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv",
-            "q_a_proj": "qkv_a", "kv_a_proj_with_mqa": "qkv_a"}  # fmt: skip
+TOGETHER = {
+    "q_proj": "qkv",
+    "k_proj": "qkv",
+    "v_proj": "qkv",
+    "q_a_proj": "qkv_a",
+    "kv_a_proj_with_mqa": "qkv_a",
+}
 
 
 def why_unread(quantization) -> str | None:
     """Why weights with this `quantization_config` can't be read, if so. None: they have none."""
     if not quantization:
         return None
-    method, kinds = quantization, None
-    try:
-        method = quantization.get("quant_method")
-        if method == "compressed-tensors" and quantization["format"] == "float-quantized":
-            parts = [group["weights"] for group in quantization["config_groups"].values()]
-            kinds = {(part["type"], part["num_bits"], part["strategy"]) for part in parts}
-        elif method == "fp8" and quantization.get("fmt", "e4m3") == "e4m3":
-            kinds = {tuple(quantization["weight_block_size"])}
-        elif method == "bitsandbytes":
-            others = {k: quantization.get(k) for k, v in NF4.items() if quantization.get(k) != v}
-            if not others:
-                return None
-            method = f"bitsandbytes with {', '.join(f'{k} {v}' for k, v in others.items())}"
-    except (AttributeError, KeyError, TypeError):  # of another form
-        pass
-    if kinds in ({(BLOCK, BLOCK)}, {("float", 8, "channel")}):
-        return None
+    method = quantization.get("quant_method")
+    if method == "fp8":
+        e4m3 = quantization.get("fmt", "e4m3") == "e4m3"
+        if e4m3 and quantization.get("weight_block_size") in ([BLOCK, BLOCK], (BLOCK, BLOCK)):
+            return None
+    elif method == "bitsandbytes":
+        others = [f"{k} {quantization.get(k)}" for k, v in NF4.items() if quantization.get(k) != v]
+        if not others:
+            return None
+        method = f"bitsandbytes with {', '.join(others)}"
+    return _unread(method)
+
+
+def _unread(method) -> str:
     return (
         f"its weights are quantized in a way that is not read (quant_method {str(method)[:160]}): "
-        f"give a copy in bf16, in fp8 with blocks of {BLOCK} x {BLOCK}, in compressed-tensors' fp8 "
-        "with a scale for each row, or under adapters in bitsandbytes' NF4 with double quantization"
+        f"give a copy in bf16, in fp8 with blocks of {BLOCK} x {BLOCK}, or under adapters in "
+        "bitsandbytes' NF4 with double quantization"
     )
 
 
-def weight_of(name: str) -> str:
-    """The name of the weight that a tensor of the files belongs to, its scales or itself."""
-    return name.removesuffix("_scale_inv").removesuffix("_scale")
-
-
-def size_of(way: str, shape: tuple[int, int]) -> tuple[int, int]:
-    """The rows and columns that share a scale. way: of SCALES; shape: of the weight."""
-    return (BLOCK, BLOCK) if way == "blocks" else (1, max(1, shape[1]))
-
-
-def grid(way: str, shape: tuple[int, int]) -> tuple[int, int]:
+def grid(shape: tuple[int, int]) -> tuple[int, int]:
     """The shape of the scales of a weight; the last ones may be of fewer rows or columns."""
-    return tuple(-(-n // size) for n, size in zip(shape, size_of(way, shape), strict=True))
+    return tuple(-(-n // BLOCK) for n in shape)
 
 
-def scales_of(fp8: list[str], shapes: dict[str, tuple], folder) -> dict[str, tuple[str, str]]:
-    """{weight: (name of its scales, way)} of the weights in fp8. shapes: {name: shape} of all
-    tensors of the files. Raises UserError naming a tensor without scales of its shape."""
+def scales_of(fp8: list[str], shapes: dict[str, tuple], folder: Path) -> dict[str, str]:
+    """{weight: name of its scales} of the weights in fp8. shapes: {name: shape} of all tensors of
+    the files. Raises UserError naming a tensor without scales of its shape."""
     found = {}
     for name in fp8:
         shape = shapes[name]
+        scales = name + SCALES
         if len(shape) != 2:
             raise UserError(f"{folder}: {name} is in fp8, but of shape {list(shape)}, no matrix")
-        way = next((way for way, end in SCALES.items() if name + end in shapes), None)
-        if not way:
-            raise UserError(
-                f"{folder}: {name} is in fp8, but {name}_scale_inv (or {name}_scale) is missing"
-            )
-        scales, wanted = name + SCALES[way], grid(way, shape)
-        if shapes[scales] != wanted:
+        if scales not in shapes:
+            raise UserError(f"{folder}: {name} is in fp8, but {scales} is missing")
+        if shapes[scales] != grid(shape):
             raise UserError(
                 f"{folder}: {scales} has shape {list(shapes[scales])}, but {name} of shape "
-                f"{list(shape)} has scales of shape {list(wanted)}"
+                f"{list(shape)} has scales of shape {list(grid(shape))}"
             )
-        found[name] = scales, way
+        found[name] = scales
     return found
 
 
-def dequantised(numbers: torch.Tensor, scales: torch.Tensor, way: str, part, shape) -> torch.Tensor:
+def dequantised(
+    numbers: torch.Tensor,
+    scales: torch.Tensor,
+    part: tuple[slice, ...],
+    shape: tuple[int, int],
+) -> torch.Tensor:
     """fp32 values of the part of a weight that these slices select: its e4m3 numbers times scales.
     shape, scales: of the whole weight."""
     spans = (*part, slice(None))[:2]
-    for dim, (size, span) in enumerate(zip(size_of(way, shape), spans, strict=True)):
-        scales = scales.index_select(dim, torch.arange(shape[dim])[span] // size)
+    for dim, span in enumerate(spans):
+        scales = scales.index_select(dim, torch.arange(shape[dim])[span] // BLOCK)
     return numbers.float().mul_(scales.float())
 
 
-def chosen(shapes: dict[str, tuple], way: str) -> set[str]:
-    """The weights to write in fp8. Blocks: those that they divide, since transformers 5.23 refuses
-    the others, or reads them wrongly. shapes: {name: shape} of the files."""
+def to_quantise(shapes: dict[str, tuple]) -> set[str]:
+    """The weights to write in fp8: those that blocks divide, since transformers 5.23 refuses the
+    others, or reads them wrongly. shapes: {name: shape} of the files."""
     linear = {name: shape for name, shape in shapes.items() if LINEAR.fullmatch(name)}
-    if way == "rows":
-        return set(linear)
     kept = {_layer(name) for name, shape in linear.items() if any(n % BLOCK for n in shape)}
     return {name for name in linear if _layer(name) not in kept}
 
@@ -140,68 +137,58 @@ def _layer(name: str) -> str:
     return f"{module}.{TOGETHER.get(kind, kind)}"
 
 
-def configuration(way: str, shapes: dict[str, tuple]) -> dict:
-    """The `quantization_config` of files with these {name: shape}, as published: with the modules
-    of blocks that are not in fp8, if any. What they are multiplied with is quantised by servers.
-    Raises UserError if nothing is in fp8."""
-    names = chosen(shapes, way)
+def fp8_config(shapes: dict[str, tuple]) -> dict:
+    """The `quantization_config` of files with these {name: shape}: with the modules of blocks that
+    are not in fp8, if any. Raises UserError if nothing is in fp8."""
+    names = to_quantise(shapes)
     if not names:
         raise UserError(
-            f"--dtype fp8: blocks of {BLOCK} x {BLOCK} divide no layer of this model: use fp8_rows"
+            f"--dtype fp8: blocks of {BLOCK} x {BLOCK} divide no layer of this model: use bf16"
         )
-    matrices = {n for n, s in shapes.items() if len(s) == 2 and n.startswith("model.layers")}
-    left = [n.removesuffix(".weight") for n in shapes if n in matrices - names]
-    left = list(dict.fromkeys(re.sub(r"(\.experts)\.\d+\..+", r"\1", n) for n in left))
-    if way == "blocks":
-        blocks = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
-                  "weight_block_size": [BLOCK, BLOCK]}  # fmt: skip
-        return blocks | ({"modules_to_not_convert": ["lm_head", *left]} if left else {})
-    e4m3 = {"num_bits": 8, "type": "float", "symmetric": True}
-    inputs = e4m3 | {"strategy": "token", "dynamic": True}
-    weights = e4m3 | {"strategy": "channel", "dynamic": False}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-    return {
-        "quant_method": "compressed-tensors", "format": "float-quantized",
-        "quantization_status": "compressed", "config_groups": {"group_0": group},
-        "ignore": ["lm_head", *left],
-    }  # fmt: skip
+    left = {}  # modules, in the order of the files
+    for name, shape in shapes.items():
+        if name.startswith("model.layers") and len(shape) == 2 and name not in names:
+            module = re.sub(r"(\.experts)\.\d+\..+", r"\1", name.removesuffix(".weight"))
+            left[module] = None
+    if not left:
+        return FP8
+    return FP8 | {"modules_to_not_convert": ["lm_head", *left]}
 
 
-def laid_out(tensors: dict[str, torch.Tensor], way: str) -> dict[str, torch.Tensor]:
+def laid_out(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What files hold of {name: tensor}, all without memory: some in fp8, each with its scales."""
-    names, found = chosen({name: t.shape for name, t in tensors.items()}, way), {}
+    names = to_quantise({name: t.shape for name, t in tensors.items()})
+    found = {}
     for name, t in tensors.items():
-        found[name] = t.to(E4M3) if name in names else t
         if name in names:
-            size = grid(way, t.shape)
-            found[name + SCALES[way]] = torch.empty(size, dtype=DTYPES[way], device="meta")
+            found[name] = t.to(E4M3)
+            found[name + SCALES] = torch.empty(grid(t.shape), device="meta")
+        else:
+            found[name] = t
     return found
 
 
-def as_stored(name: str, values: torch.Tensor, kinds: dict, way: str | None) -> dict:
-    """{name: copy} of what a file holds of a weight. kinds: {name: dtype} there; way: of fp8."""
-    found, scales = {name: values}, name + SCALES.get(way, "")
-    if way and (kinds.get(name) == E4M3 or scales in kinds):
-        found = dict(zip((name, scales), quantised(values, way), strict=True))
+def as_stored(name: str, values: torch.Tensor, kinds: dict[str, torch.dtype]) -> dict:
+    """{name: copy} of what a file holds of a weight. kinds: {name: dtype} there."""
+    found = {name: values}
+    if kinds.get(name) == E4M3 or name + SCALES in kinds:
+        found[name], found[name + SCALES] = quantised(values)
     return {n: t.to(kinds[n], copy=True) for n, t in found.items() if n in kinds}
 
 
-def quantised(weight: torch.Tensor, way: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(e4m3 numbers, scales) of a matrix in fp32, which blocks divide. A scale is the largest
+def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(e4m3 numbers, fp32 scales) of a matrix in fp32, which blocks divide. A scale is the largest
     absolute value / 448, so that this becomes 448; of zeros it is 1.
 
     Values that were read get the numbers and scales that they were read from. In fp32, 448 x s is
     rounded, so the largest value / 448 may be the neighbour of s; then s restores all values."""
-    rows, columns = size_of(way, weight.shape)
-    w = weight.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    w = weight.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
     scales = w.abs().amax((1, 3), keepdim=True) / LARGEST
-    scales = scales.to(DTYPES[way]).float()
     scales = torch.where(scales > 0, scales, 1.0)
-    if way == "blocks":
-        for to in (torch.inf, 0.0):
-            other = scales.nextafter(torch.tensor(to))
-            scales = torch.where(_restores(w, other) & ~_restores(w, scales), other, scales)
-    return _numbers(w, scales).view(weight.shape), scales[:, 0, :, 0].to(DTYPES[way])
+    for to in (torch.inf, 0.0):
+        other = scales.nextafter(torch.tensor(to))
+        scales = torch.where(_restores(w, other) & ~_restores(w, scales), other, scales)
+    return _numbers(w, scales).view(weight.shape), scales[:, 0, :, 0]
 
 
 def _numbers(w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -228,53 +215,71 @@ class Stored(NamedTuple):
     offset: float  # added to all scales
 
 
-def four_bits_of(sizes: dict[str, tuple], kinds: dict, read: Callable, folder) -> dict[str, Stored]:
+def four_bits_of(
+    sizes: dict[str, tuple],
+    kinds: dict[str, str],
+    read: Callable[[str], torch.Tensor],
+    folder: Path,
+) -> dict[str, Stored]:
     """{weight: Stored} of files. sizes, kinds: {name: shape, type} of all tensors; read(name) ->
     one. Raises UserError naming a tensor that is missing or is not as its weight implies."""
-    found, of = {}, ("U8", "U8", "F32", "F32", "F32")  # types of a weight and its parts
+    found = {}
     for state in sorted(name for name in sizes if STATE in name):
         name = state.partition(STATE)[0]
-        N, K, offset = _facts(state, read, folder)
-        counts = N * K // 2, N * K // four_bits.BLOCK, four_bits.scales_of(N, K)
-        counts += four_bits.NUMBERS, four_bits.SCALES
-        for part, count, kind in zip(("", *PARTS), counts, of, strict=True):
+        stored = _stored(state, read, folder)
+        N, K = stored.shape
+        wanted = {
+            "": ("U8", N * K // 2),
+            ".absmax": ("U8", N * K // four_bits.BLOCK),
+            ".nested_absmax": ("F32", four_bits.scales_of(N, K)),
+            ".quant_map": ("F32", four_bits.NUMBERS),
+            ".nested_quant_map": ("F32", four_bits.SCALES),
+        }
+        for part, (kind, count) in wanted.items():
             if name + part not in sizes:
                 raise UserError(f"{folder}: {name} is in 4 bits, but {name}{part} is missing")
-            size, is_kind = sizes[name + part], kinds[name + part]
-            if (torch.Size(size).numel(), is_kind) != (count, kind):
+            size = sizes[name + part]
+            if torch.Size(size).numel() != count or kinds[name + part] != kind:
                 raise UserError(
-                    f"{folder}: {name}{part} has shape {list(size)} and type {is_kind}, but {name} "
-                    f"of shape {[N, K]} has {count:,} of type {kind}"
+                    f"{folder}: {name}{part} has shape {list(size)} and type "
+                    f"{kinds[name + part]}, but {name} of shape {[N, K]} has {count:,} of type "
+                    f"{kind}"
                 )
         need_library()
-        known = library().get_4bit_type("nf4", "cpu"), library().create_dynamic_map()
-        for part, wanted in zip(PARTS[2:], known, strict=True):
-            if not torch.allclose(read(name + part).flatten(), wanted, atol=1e-6):
+        levels = {
+            ".quant_map": library().get_4bit_type("nf4", "cpu"),
+            ".nested_quant_map": library().create_dynamic_map(),
+        }
+        for part, known in levels.items():
+            if not torch.allclose(read(name + part).flatten(), known, atol=1e-6):
                 raise UserError(f"{folder}: {name}{part} has other levels than bitsandbytes'")
-        found[name] = Stored((N, K), offset)
+        found[name] = stored
     return found
 
 
-def _facts(state: str, read: Callable, folder) -> tuple[int, int, float]:
-    """(rows, columns, offset) that a weight's state says. Raises UserError."""
+def _stored(state: str, read: Callable[[str], torch.Tensor], folder: Path) -> Stored:
+    """What a weight's state says. Raises UserError."""
     try:
         facts = json.loads(bytes(read(state).tolist()))
         N, K = map(int, facts["shape"])
-        how = [facts[key] for key in ("quant_type", "blocksize", "nested_blocksize")]
+        kind = [facts[key] for key in ("quant_type", "blocksize", "nested_blocksize")]
         offset = float(facts["nested_offset"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as e:
         raise UserError(f"{folder}: {state} can't be read: {repr(e)[:200]}") from None
     sizes = 0 < N < 2**31 and 0 < K < 2**31 and K % four_bits.BLOCK == 0
-    if not (sizes and state.endswith("nf4") and how == ["nf4", four_bits.BLOCK, four_bits.GROUP]):
+    known = kind == ["nf4", four_bits.BLOCK, four_bits.GROUP] and state.endswith("nf4")
+    if not (sizes and known):
         raise UserError(
-            f"{folder}: {state.partition(STATE)[0]} is in {str(how)[:80]}, of shape "
+            f"{folder}: {state.partition(STATE)[0]} is in {str(kind)[:80]}, of shape "
             f"{str(facts['shape'])[:80]}: only nf4 by blocks of {four_bits.BLOCK} and "
             f"{four_bits.GROUP} is read, of rows of whole blocks"
         )
-    return N, K, offset
+    return Stored((N, K), offset)
 
 
-def packed(stored: Stored, name: str, read: Callable) -> tuple[torch.Tensor, torch.Tensor]:
+def packed(
+    stored: Stored, name: str, read: Callable[[str], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(bytes of a weight, its scales) for core.four_bits. Raises UserError if one is not finite."""
     group, *levels = (read(name + part).flatten() for part in PARTS[1:])
     scales = torch.cat([group, torch.tensor([stored.offset]), *levels])
@@ -318,7 +323,8 @@ def need_library() -> None:
     except Exception as e:  # its own libraries', too
         gone = isinstance(e, ImportError) and e.name in ("bitsandbytes", "bitsandbytes.functional")
         problem = "is not installed" if gone else f"does not work ({repr(e)[:200]})"
+        upgrade = "" if gone else "-U "
         raise UserError(
             f"weights in 4 bits need bitsandbytes, which {problem} on {platform.node()}: "
-            f"pip install {'-U ' * (not gone)}bitsandbytes"
+            f"pip install {upgrade}bitsandbytes"
         ) from e

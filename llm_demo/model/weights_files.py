@@ -137,7 +137,7 @@ class Weights:
                     kinds[name] = tensor.get_dtype()
         fp8 = [name for name, kind in kinds.items() if kind == low_bits.KIND]
         self.scales = low_bits.scales_of(fp8, self.stored, folder)
-        for scales, _ in self.scales.values():
+        for scales in self.scales.values():
             del self.stored[scales]
         self.packed = low_bits.four_bits_of(self.stored, kinds, self._whole, folder)
         for name, weight in self.packed.items():
@@ -222,12 +222,12 @@ class Weights:
         self.bytes_read += values.nbytes
         if name not in self.scales:
             return values
-        scales, way = self.scales[name]
+        scales = self.scales[name]
         here = self.files[scales] == self.files[name]  # opening a file of many tensors takes ms
         with contextlib.nullcontext(opened) if here else _open(self.files[scales]) as other:
             scales = other.get_tensor(self.names[scales])
         self.bytes_read += scales.nbytes
-        return low_bits.dequantised(values, scales, way, part, self.stored[name])
+        return low_bits.dequantised(values, scales, part, self.stored[name])
 
     def _fuse(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
         """The selected experts' rows and columns, of which alone the files are read."""
