@@ -176,15 +176,23 @@ def bound_broken(rules: typing.Mapping, value: int | float) -> str:
 
 
 class PlainParser(argparse.ArgumentParser):
+    """Dashes may replace underscores in the name of a flag."""
+
     def parse_known_args(self, args=None, namespace=None):
-        for word in sys.argv[1:] if args is None else args:
+        words = sys.argv[1:] if args is None else args
+        for word in words:
             refuse_other_text(word)
             if re.fullmatch("--?[^=]+=--", word):  # argparse before 3.13 drops this value
                 raise UserError(f"{word}: -- is no value: set one behind =")
-        return super().parse_known_args(args, namespace)
+        words = [re.sub("^--[^=]+", underscored, word) for word in words]
+        return super().parse_known_args(words, namespace)
 
     def error(self, message):  # argparse would print its usage first, which is long
         raise UserError(f"{message} (see --help)")
+
+
+def underscored(name: re.Match) -> str:
+    return f"--{name[0][2:].replace('-', '_')}"
 
 
 def refuse_other_text(word: str) -> None:
@@ -203,7 +211,7 @@ def refuse_other_text(word: str) -> None:
 
 
 class FlagHelp(argparse.RawDescriptionHelpFormatter):
-    """Names each flag once, without the other spelling and the placeholder that argparse adds."""
+    """Names each flag once, without the placeholder that argparse adds."""
 
     def _format_action(self, action):
         name = f"--[no_]{action.dest}" if action.const is True else f"--{action.dest}"
@@ -235,13 +243,12 @@ def parser_of(description: str, groups: list[type], values: dict) -> PlainParser
 
 
 def add_flag(parser, field: dataclasses.Field, help: str) -> None:
-    """Add a flag to a parser or its section. A boolean flag is --x, --x true, --no_x or --x false;
-    dashes may replace underscores."""
+    """Add a flag to a parser or its section. A boolean is --x, --x true, --no_x or --x false."""
     boolean = kind_of(field) is bool
     alone = True if boolean else field.metadata["alone"]
     optional = {"nargs": "?", "const": alone} if alone else {}
     parser.add_argument(
-        *spellings(field.name),
+        f"--{field.name}",
         type=functools.partial(value_of, field),
         default=field.default,
         help=help.replace("%", "%%"),
@@ -249,16 +256,12 @@ def add_flag(parser, field: dataclasses.Field, help: str) -> None:
     )
     if boolean:
         parser.add_argument(
-            *spellings(f"no_{field.name}"),
+            f"--no_{field.name}",
             action="store_false",
             dest=field.name,
             default=field.default,
             help=argparse.SUPPRESS,
         )
-
-
-def spellings(name: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")))
 
 
 def remarks(field: dataclasses.Field, value) -> str:
@@ -279,7 +282,7 @@ def refuse_unknown(word: str, parser: PlainParser, groups: list[type]) -> typing
     """Raise UserError for a word of the command line that is no flag of these groups, with the
     flag that is probably meant: the same in other trainers, the first that begins with these
     words, one spelt much like it, or one that is its first words."""
-    name = word.split("=")[0].lstrip("-").replace("-", "_")
+    name = word.split("=")[0].lstrip("-")
     scripts = scripts_with(name)
     if scripts:
         raise UserError(f"{word}: only for {' and '.join(scripts)}")
