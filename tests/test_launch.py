@@ -219,25 +219,6 @@ def test_two_nodes_make_one_world(script):
     assert places == [("0", "0", "3"), ("1", "0", "3"), ("2", "1", "3")]
 
 
-PROCESSES = [
-    ("pp", "--stages 4", "3 processes can't form pipelines of 4 --stages: set NPROC_"),
-    ("fsdp_pp", "--stages 4", "3 processes can't form pipelines of 4 --stages: set "),
-    ("fsdp", "--replicas 2", "--replicas 2 does not divide 3, the processes"),
-    ("fsdp", "--expert_parallel 2", "--expert_parallel 2 does not divide 3, the proc"),
-    ("fsdp", "--sequence_parallel 2", "--sequence_parallel 2 does not divide 3, the "),
-    ("fsdp", "--no_fsdp", "--no_fsdp needs one process, not 3: set NPROC_PER_NODE=1"),
-]
-
-
-@pytest.mark.parametrize("name, flags, words", PROCESSES)
-def test_flags_that_dont_fit_start_none(name, flags, words, script, tmp_path, record_property):
-    record_property("bad inputs", 1)
-    shutil.copy(ROOT / name / "flags.py", tmp_path)
-    done = launch(script("raise SystemExit('started')"), *flags.split(), NPROC_PER_NODE="3")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith(f"error: {words}")
-
-
 def test_flags_that_dont_fit_all_nodes_processes_start_none(script, tmp_path, record_property):
     record_property("bad inputs", 1)
     shutil.copy(ROOT / "fsdp_pp/flags.py", tmp_path)
@@ -258,9 +239,8 @@ runpy.run_path(sys.argv.pop(1), run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_nodes_without_a_shared_folder_are_told_before_step_1(kind, script, tmp_path):
-    path = [str(script(ELSEWHERE)), str(ROOT / SCRIPTS[kind])]
+def test_nodes_without_a_shared_folder_are_told_before_step_1(script, tmp_path):
+    path = [str(script(ELSEWHERE)), str(ROOT / SCRIPTS["pp"])]
     flags = ["--max_steps", "2", "--seq_len", "64", "--output_dir", str(tmp_path / "run")]
     codes, outputs = two_nodes([[*path, *flags]] * 2)
     assert codes == [2, 2]
@@ -409,14 +389,11 @@ def test_a_busy_port_is_one_line_at_once(script, tmp_path):
     "environ, words",
     [
         ({"NPROC_PER_NODE": "two"}, "NPROC_PER_NODE=two: must be a whole number, 1 or more"),
-        ({"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE=0: must be"),
-        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000: must be at most 65535"),
         ({"NNODES": "2"}, "NNODES=2 needs MASTER_ADDR"),
         ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"},
          "NODE_RANK=2: must be below NNODES=2"),
         ({"LOGLEVEL": "JUNK"}, "LOGLEVEL in the environment: Unknown level: 'JUNK'"),
         ({"TORCH_LOGS": "junk"}, "TORCH_LOGS in the environment: Invalid log settings: junk, must"),
-        ({"TORCH_DISTRIBUTED_DEBUG": "junk"}, "TORCH_DISTRIBUTED_DEBUG in the environment: "),
     ],
 )  # fmt: skip
 def test_settings_that_cant_work_are_named(script, environ, words, record_property):
@@ -437,10 +414,8 @@ def test_too_many_processes_for_the_cores_are_refused(monkeypatch, record_proper
         this_node()
 
 
-@pytest.mark.parametrize("before", [(), ("torchrun",), ("deepspeed",)])
-def test_a_missing_script_is_named(before, tmp_path):
-    """Also by cmd.sh of a run that had a choice of starters."""
-    result = launch(*before, tmp_path / "none.py")
+def test_a_missing_script_is_named(tmp_path):
+    result = launch(tmp_path / "none.py")
     assert (result.returncode, result.stderr) == (2, f"error: no script {tmp_path / 'none.py'}\n")
 
 

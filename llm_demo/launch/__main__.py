@@ -168,8 +168,6 @@ def show(command: list[str]) -> None:
 def command_of(words: list[str]) -> tuple[list[str], bool, bool]:
     """(the script and its flags, whether settings are among this program's arguments, whether they
     are the bundled run's: see flags_of). Warns of variables without effect."""
-    if words[0] in ("torchrun", "deepspeed") and words[1:]:  # in cmd.sh of earlier runs
-        words = words[1:]
     if words[0] != "--settings" or "--" not in words:
         return words, False, False
     end, environ = words.index("--"), dict(os.environ)
