@@ -130,7 +130,8 @@ def _fit():
     budget = "--activation_memory_budget 0.6"
     settings = [
         # engine, micro, GA, checkpointing, flags
-        ("fsdp", 4, 1, False, f"{budget} {RESHARD}"), ("fsdp", 4, 1, True, ""),
+        ("fsdp", 4, 1, False, RESHARD), ("fsdp", 4, 1, False, f"{budget} {RESHARD}"),
+        ("fsdp", 4, 1, True, ""),
         ("fsdp_pp", 1, 8, False, interleaved),
         ("fsdp", 32, 1, True, RESHARD), ("fsdp", 32, 1, True, host),
         ("fsdp_pp", 8, 8, True, interleaved),

@@ -83,7 +83,7 @@ def cell(choice: fit.Choice | None) -> str:
     if not choice:
         return "–"
     flags = {k: v for k, v in choice.flags.items() if k not in LEFT_OUT}
-    words = str(choice._replace(flags=flags)).removeprefix("micro ").removesuffix(", host")
+    words = fit.words_of(flags).removeprefix("micro ").removesuffix(", host")
     return f"pp {words.replace(', stages 2', '')}" if choice.way == fit.PIPE else words
 
 
@@ -151,7 +151,7 @@ def longest(model: str, asked: str, sizes: Sequence[int]) -> str:
         return "–"
     flags = fastest(sizes[fitting - 1])[0].flags
     flags = {k: v for k, v in flags.items() if k not in (*LEFT_OUT, "micro_batch_size")}
-    return f"{sizes[fitting - 1]}k ({fit.Choice('', flags, 0, 0, {}, 0)})"
+    return f"{sizes[fitting - 1]}k ({fit.words_of(flags)})"
 
 
 def long_rows() -> str:

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
-from fsdp import copy_engines, estimate
+from fsdp import copy_engines
 from fsdp.activations_on_host import keep_on_host
 from fsdp.flags import sums_each
 from fsdp.fsdp2 import reduce_traffic
@@ -124,9 +124,11 @@ def spread_blocks(lm: PreTrainedModel, world: World, layout: Layout) -> ProcessG
 def wrap(lm: PreTrainedModel, job) -> DecoderLoss:
     """The decoder in units of blocks, compiled, with its loss; still on the meta device."""
     args, compute, on_host = job.args, job.plan.compute, job.args.optimizer_on_host
+    # only a unit's input goes to the host
+    per_unit = 1 if args.activations_on_host else args.blocks_per_unit
     blocks = make_units(
         lm.model.layers,
-        unit_sizes(lm.config, lm.config.num_hidden_layers, estimate.per_unit_of(args)),
+        unit_sizes(lm.config, lm.config.num_hidden_layers, per_unit),
         checkpointing=args.use_activation_checkpointing,
         budget=args.activation_memory_budget if compute.compile else None,
         keeping=compute.attention_kept,

@@ -21,8 +21,13 @@ if __name__ == "__main__":  # before the slow imports
 
 import torch
 
-from fsdp import estimate
 from fsdp.build import build
+from fsdp.by_memory import (
+    choose_attention_kept,
+    choose_spread,
+    refuse_replicas,
+    settings_of_copy,
+)
 from fsdp.lowrank import choose_low_rank
 from fsdp.sharding import (
     Layout,
@@ -34,7 +39,6 @@ from fsdp.sharding import (
     set_sync,
     training_state,
 )
-from llm_demo import estimate as memory
 from llm_demo.core.attention import make_documents
 from llm_demo.core.loop import score_rows
 from llm_demo.core.optim import (
@@ -49,6 +53,8 @@ from llm_demo.core.rows import label_positions, micro_batches, real_tokens, to_d
 from llm_demo.machine.device import DTYPES
 from llm_demo.machine.dist import run as run_script
 from llm_demo.machine.dist import start
+from llm_demo.memory import peaks, report
+from llm_demo.model.costs import sizes_of
 from llm_demo.run.job import Job, check_experts, run
 
 
@@ -60,17 +66,18 @@ def main() -> None:
     job.log.resolved(fsdp=layout.sharded, parallelism=parallelism)
     job.decide(layout.data_parallel, functools.partial(check_experts, args))
     refuse_plan(args, layout, job.plan)
-    expert_parallel = estimate.choose_spread(*job.planned(), world, job.log)
+    expert_parallel = choose_spread(*job.planned(), world, job.log)
     layout = layout._replace(expert_parallel=expert_parallel)
-    how = layout.n_shards, layout.sharded, expert_parallel
+    ranks, sharded = layout.n_shards, layout.sharded
     if args.use_activation_checkpointing:
-        job.plan = estimate.choose_attention_kept(job, *how)
+        job.plan = choose_attention_kept(job, ranks, sharded, expert_parallel)
     if args.estimate:
-        ranks = estimate.held(*job.planned(), *how) * layout.replicas
-        job.log.say(memory.report(ranks, *job.planned()))
+        _, config, compute, train = job.planned()
+        settings = settings_of_copy(args, compute, train, ranks, sharded, expert_parallel)
+        job.log.say(report(peaks(sizes_of(config), settings) * layout.replicas, args))
         return
     if layout.replicas > 1:
-        estimate.refuse_replicas(*job.planned(), layout.n_shards, layout.replicas)
+        refuse_replicas(*job.planned(), layout.n_shards, layout.replicas)
     if job.open():
         run(job, Fsdp(job, layout))
 

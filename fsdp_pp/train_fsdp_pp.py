@@ -27,10 +27,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.copy_engines import choose_copy_engines
 from fsdp.sharding import from_owners, not_optimized, set_sync, training_state
-from fsdp_pp import estimate, orders
+from fsdp_pp import orders
 from fsdp_pp.build import TiedEnds, build, tied_group
 from fsdp_pp.transfers import Links, receive_early
-from llm_demo import estimate as memory
 from llm_demo.core.attention import make_documents
 from llm_demo.core.errors import UserError
 from llm_demo.core.loop import heldout_batches
@@ -49,9 +48,10 @@ from llm_demo.flags.args import Args, parse_args
 from llm_demo.machine.device import DTYPES
 from llm_demo.machine.dist import run as run_script
 from llm_demo.machine.dist import start
-from llm_demo.model.costs import refuse_shares
+from llm_demo.memory import peaks, report, settings_of
+from llm_demo.model.costs import refuse_shares, sizes_of
+from llm_demo.run.cut import plan_and_cut
 from llm_demo.run.job import Job, check_experts, run
-from pp.cut import plan_and_cut
 
 
 def main() -> None:
@@ -86,8 +86,17 @@ def main() -> None:
     if args.reshard_after_forward and layout.n_shards == 1:
         job.log.say("warning: --reshard_after_forward has no effect: no stage is sharded")
     if args.estimate:
-        ranks = estimate.held(*job.planned(), layout.n_shards, counts)
-        job.log.say(memory.report(ranks, *job.planned()))
+        _, config, compute, train = job.planned()
+        settings = settings_of(
+            "fsdp_pp",
+            args,
+            compute,
+            train,
+            ranks=layout.n_shards,
+            sharded=layout.n_shards > 1,
+            counts=counts,
+        )
+        job.log.say(report(peaks(sizes_of(config), settings), args))
     elif job.open():
         run(job, ShardedPipeline(job, layout, counts))
 

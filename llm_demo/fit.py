@@ -3,30 +3,29 @@
     python -m llm_demo.fit models/qwen3-8b --cards 2 --card h100 --tokens_a_step 100000
 
 Memory is what --estimate prints for full rows, in GiB (2**30 bytes), with what the allocator
-reserves and what CUDA and NCCL take. 5 % of each card stay free; measured rows took up to 6 % more.
+reserves and what CUDA and NCCL take. 5 % of each card stay free; measured rows took up to 8 % more.
 --card also says what runs there: dtype, attention, compiled blocks. Without it: bf16, fused
 attention, compiled. What fits is ranked by a rough time of a step (llm_demo/step_time.py): a
 ranking, not a promise."""
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import importlib.util
 import itertools
 import math
-import os
 import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
 from llm_demo.core.errors import UserError
 from llm_demo.flags import parsing
-from llm_demo.flags.args import MAX_COUNT, MAX_TOKENS, SpreadArgs, TrainArgs, parse_args
+from llm_demo.flags.args import MAX_COUNT, MAX_TOKENS, TrainArgs
 from llm_demo.flags.parsing import PlainParser, whole
 from llm_demo.machine.cards import CARDS, NVLINK, PCIE, SUSTAINED
 from llm_demo.machine.process import command, early
@@ -77,143 +76,214 @@ def check(ask) -> None:
 
 
 if __name__ == "__main__":  # before the slow imports
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would look for a GPU
     early(lambda: make_parser().parse_args(), check)
 
-import numpy as np
 import torch
 
-from fsdp import estimate
-from fsdp.flags import FsdpArgs
-from fsdp_pp import estimate as fsdp_pp_estimate
-from fsdp_pp.flags import FsdpPipeArgs
 from llm_demo import step_time
-from llm_demo.estimate import CONTEXT_GB, GB, PROCESS, USABLE, fullest
 from llm_demo.machine.device import dtype_name, pick_dtype, plan_for, this_device
 from llm_demo.machine.files import ROOT
 from llm_demo.machine.text import counted
-from llm_demo.model.adapters import choose_lora
+from llm_demo.memory import (
+    CONTEXT_GB,
+    LONG,
+    PROCESS,
+    USABLE,
+    Peak,
+    Settings,
+    attention_kept,
+    peaks,
+)
+from llm_demo.model.adapters import ALL, choose_lora
 from llm_demo.model.costs import (
+    Sizes,
     experts_of,
     heads_of,
     is_hybrid,
     refuse_shares,
     share_of_heads,
+    sizes_of,
 )
 from llm_demo.model.families import is_mixture
 from llm_demo.model.model_folder import open_model
 from llm_demo.model.source import find_model
 from llm_demo.run.choices import Compute, choose_compile, has_fused_kernels
-from pp import estimate as pp_estimate
-from pp.cut import split
-from pp.flags import PipeArgs
+from llm_demo.run.cut import split
 
 LARGEST = 64  # micro-batch size
 ADAPTERS = 16  # rank of those offered if nothing else fits
-COMPUTE = Compute(torch.bfloat16, "varlen", compile=True, rule="fla")
-FSDP, PP, FSDP_PP = "fsdp/launch_fsdp.sh", "pp/launch_pp.sh", "fsdp_pp/launch_fsdp_pp.sh"
-FLAGS = {FSDP: (FsdpArgs, SpreadArgs), PP: (PipeArgs,), FSDP_PP: (FsdpPipeArgs, SpreadArgs)}
-DEVICE, CKPT, HOST, SPREAD, EXPERTS, SHARES, PIPE, GRID = WAYS = (
-    "on the device", "checkpointing", "host optimizer", "rows spread", "experts spread",
-    "matrices spread", "pipeline", "FSDP pipeline",
-)  # fmt: skip
-WAY_OF = {  # by launcher, or else by the first of these flags
-    PP: PIPE, FSDP_PP: GRID, "expert_parallel": EXPERTS, "sequence_parallel": SPREAD,
-    "tensor_parallel": SHARES,
-    "optimizer_on_host": HOST, "use_activation_checkpointing": CKPT,
-}  # fmt: skip
-NOT_SEARCHED = "ZeRO-3 with offload, which keeps the weights on the host too, is not searched"
-LONG = 8192  # tokens of a row from which on it may be spread over cards
 FEW = 2048  # tokens of a step and card up to which matrices may be spread
+COMPUTE = Compute(torch.bfloat16, "varlen", compile=True, rule="fla")
+LAUNCHERS = {
+    "fsdp": "fsdp/launch_fsdp.sh",
+    "pp": "pp/launch_pp.sh",
+    "fsdp_pp": "fsdp_pp/launch_fsdp_pp.sh",
+}
+DEVICE, CKPT, HOST = "on the device", "checkpointing", "host optimizer"
+SPREAD, EXPERTS, SHARES = "rows spread", "experts spread", "matrices spread"
+PIPE, GRID = "pipeline", "FSDP pipeline"
+WAYS = DEVICE, CKPT, HOST, SPREAD, EXPERTS, SHARES, PIPE, GRID
+WAY_OF = {  # the first of these flags that a choice has counts
+    "expert_parallel": EXPERTS,
+    "sequence_parallel": SPREAD,
+    "tensor_parallel": SHARES,
+    "optimizer_on_host": HOST,
+    "use_activation_checkpointing": CKPT,
+}
 SHORT = {
-    "micro_batch_size": "micro", "grad_accum_steps": "GA", "use_activation_checkpointing": "ckpt",
-    "activation_memory_budget": "budget", "reshard_after_forward": "reshard",
-    "optimizer_on_host": "host", "activations_on_host": "activations on host",
-    "sequence_parallel": "rows over", "expert_parallel": "experts over",
-    "tensor_parallel": "matrices over", "stages": "stages",
-    "schedule": "", "lora_rank": "rank", "base_bits": "bits", "optim_state": "moments",
-}  # fmt: skip
+    "micro_batch_size": "micro",
+    "grad_accum_steps": "GA",
+    "lora_rank": "rank",
+    "base_bits": "bits",
+    "optim_state": "moments",
+    "activation_memory_budget": "budget",
+    "use_activation_checkpointing": "ckpt",
+    "activations_on_host": "activations on host",
+    "stages": "stages",
+    "schedule": "",
+    "reshard_after_forward": "reshard",
+    "optimizer_on_host": "host",
+    "sequence_parallel": "rows over",
+    "expert_parallel": "experts over",
+    "tensor_parallel": "matrices over",
+}
+HELPS = {  # flags: what nothing() says of them
+    ("lora_rank",): "adapters only (--lora_rank {lora_rank})",
+    (
+        "lora_rank",
+        "base_bits",
+    ): "adapters over a base in 4 bits (--lora_rank {lora_rank} --base_bits 4)",
+    ("optim_state",): "AdamW's moments in bf16 (--optim_state bf16)",
+    ("cards",): "{cards} such cards",
+}
+NOT_SEARCHED = "ZeRO-3 with offload, which keeps the weights on the host too, is not searched"
 
 
 class Choice(NamedTuple):
-    launcher: str
+    settings: Settings
     flags: dict
-    seconds: float  # estimated time of a step, see above
-    tokens: int  # per step
-    parts: dict[str, float]  # memory of the fullest card, GiB
-    host: float  # memory of the host for all ranks, GiB
+    seconds: float  # rough time of a step
+    peak: Peak  # of the fullest card
+    host: float  # GiB of the host's memory for all ranks
 
     @property
     def memory(self) -> float:
-        return sum(self.parts.values())
+        """GiB of the fullest card."""
+        return self.peak.total
+
+    @property
+    def tokens(self) -> int:
+        """Per step."""
+        s = self.settings
+        return s.tokens * s.grad_accum_steps * s.ranks
 
     @property
     def way(self) -> str:
         """One of WAYS."""
-        return next((WAY_OF[k] for k in WAY_OF if k in (self.launcher, *self.flags)), DEVICE)
+        if self.settings.engine != "fsdp":
+            return PIPE if self.settings.engine == "pp" else GRID
+        return next((way for flag, way in WAY_OF.items() if flag in self.flags), DEVICE)
 
     def __str__(self):
-        words = [f"{SHORT[k]} {'' if v is True else v}".strip() for k, v in self.flags.items()]
-        return ", ".join(words)
+        return words_of(self.flags)
+
+
+def words_of(flags: dict) -> str:
+    """As tables show flags, in the order of SHORT."""
+    words = []
+    for flag, name in SHORT.items():
+        if flag in flags:
+            words.append(name if flags[flag] is True else f"{name} {flags[flag]}".strip())
+    return ", ".join(words)
 
 
 def choices(config, ask, pipeline: bool = True) -> Iterator[Choice]:
     """Every setting to consider, whether it fits or not."""
-    compute = ask.compute
+    sizes = sizes_of(config)
+    found = fsdp_settings(config, ask)
+    if pipeline and not ask.lora_rank and ask.cards % 2 == 0:
+        found = itertools.chain(found, pipeline_settings(config, ask))
+    for settings in found:
+        for batch in with_batches(ask, settings):
+            yield choice_of(config, sizes, ask, batch)
+
+
+def savings(config, ask) -> list[Settings]:
+    """FSDP's settings, with each way to save memory of activations."""
+    lora = None
     if ask.lora_rank:
-        words = tuple(w for k, v in adapters(ask).items() for w in (f"--{k}", str(v)))
-        args = flags_of(*FLAGS[FSDP], argv=words)
-        compute = compute._replace(lora=choose_lora(args, config, {}))
-    for launcher, flags in settings(config, ask, pipeline):
-        yield from batches(config, ask, compute, launcher, flags)
+        adapters = SimpleNamespace(
+            lora_rank=ask.lora_rank,
+            base_bits=ask.base_bits,
+            lora_alpha=32.0,
+            lora_dropout=0.0,
+            lora_targets=ALL,
+        )
+        lora = choose_lora(adapters, config, {})
+    plain = Settings(
+        engine="fsdp",
+        ranks=ask.cards,
+        sharded=ask.cards > 1,
+        seq_len=ask.seq_len,
+        optim_state=ask.optim_state,
+        dtype=dtype_name(ask.compute.dtype),
+        compile=ask.compute.compile,
+        keys=0 if ask.compute.attn_impl == "varlen" else ask.seq_len,
+        lora=lora,
+    )
+    checkpointing = replace(plain, use_activation_checkpointing=True)
+    found = [plain, checkpointing]
+    if plain.compile and not is_mixture(config):
+        found.insert(1, replace(plain, activation_memory_budget=0.6))
+    if ask.seq_len >= LONG:
+        found.append(replace(checkpointing, activations_on_host=True))
+    return found
 
 
-def adapters(ask) -> dict:
-    """The flags of adapters, {} without."""
-    bits = {"base_bits": ask.base_bits} if ask.base_bits != 16 else {}
-    return {"lora_rank": ask.lora_rank, **bits} if ask.lora_rank else {}
+def fsdp_settings(config, ask) -> Iterator[Settings]:
+    """Without the sizes of batches."""
+    n_experts, rows, shares = experts_of(config) or 1, [1], [1]
+    experts = [n for n in range(1, ask.cards + 1) if ask.cards % n == n_experts % n == 0]
+    if not is_hybrid(config):  # which takes whole rows and matrices
+        if ask.seq_len >= LONG:
+            rows = spreads(ask, share_of_heads, heads_of(config))
+        if ask.tokens_a_step <= FEW * ask.cards and ask.base_bits == 16:
+            shares = spreads(ask, refuse_shares, config)
+    of_ranks = [(n, 1) for n in rows] + [(1, n) for n in shares if n > 1]
+    reshards = (False, True) if ask.cards > 1 else (False,)
+    hosts = (False,) if ask.lora_rank else (False, True)
+    for saving, reshard, host, n_experts, (over_rows, over_shares) in itertools.product(
+        savings(config, ask), reshards, hosts, experts, of_ranks
+    ):
+        yield replace(
+            saving,
+            reshard_after_forward=reshard,
+            optimizer_on_host=host,
+            expert_parallel=n_experts,
+            sequence_parallel=over_rows,
+            tensor_parallel=over_shares,
+        )
 
 
-def settings(config, ask, pipeline: bool) -> Iterator[tuple[str, dict]]:
-    """(launcher, flags) to consider, without the sizes of batches."""
-    mixture, lora = is_mixture(config), adapters(ask)
-    moments = {"optim_state": ask.optim_state} if ask.optim_state != "fp32" else {}
-    ckpt = {"use_activation_checkpointing": True}
-    savings = [{}, ckpt]
-    if ask.compute.compile and not mixture:
-        savings.insert(1, {"activation_memory_budget": 0.6})
-    on_host = [{**ckpt, "activations_on_host": True}] * (ask.seq_len >= LONG)
-    either = (False, True)
-    long, small = ask.seq_len >= LONG, ask.tokens_a_step <= FEW * ask.cards
-    if is_hybrid(config):  # which take whole rows and matrices
-        long = small = False
-    over_rows = spreads(ask, share_of_heads, heads_of(config)) if long else [1]
-    over_matrices = spreads(ask, refuse_shares, config) if small else [1]
-    experts = experts_of(config) or 1
-    over_experts = [n for n in range(1, ask.cards + 1) if ask.cards % n == experts % n == 0]
-    for saved, reshard, host, rows, experts, shares in itertools.product(
-        savings + on_host, either[: ask.cards], either[: 2 - bool(lora)],
-        over_rows, over_experts, over_matrices,
-    ):  # fmt: skip
-        if rows > 1 < shares or ask.base_bits == 4 and shares > 1:
+def pipeline_settings(config, ask) -> Iterator[Settings]:
+    """Without the sizes of batches. DeepSpeed's pipeline takes no experts and no bf16 moments. FSDP
+    inside a pipeline is considered where it differs: by sharded stages, or interleaved."""
+    deepspeed = importlib.util.find_spec("deepspeed") and ask.optim_state == "fp32"
+    deepspeed = deepspeed and not is_mixture(config)
+    for saving, stages in itertools.product(savings(config, ask), sorted({2, ask.cards})):
+        if saving.activations_on_host or stages * 2 > config.num_hidden_layers:
             continue
-        on = {"reshard_after_forward": reshard, "optimizer_on_host": host}
-        over = {"sequence_parallel": rows, "expert_parallel": experts, "tensor_parallel": shares}
-        flags = {k: v for k, v in on.items() if v} | {k: v for k, v in over.items() if v > 1}
-        yield FSDP, lora | moments | saved | flags
-    if lora or not pipeline or ask.cards % 2:
-        return
-    # DeepSpeed's pipeline takes no experts, no bf16 moments. FSDP inside a pipeline is considered
-    # where it differs: by sharded stages or by the interleaved schedule.
-    deepspeed = bool(not (mixture or moments) and importlib.util.find_spec("deepspeed"))
-    for saved, stages in itertools.product(savings, sorted({2, ask.cards})):
-        plain = {**moments, **saved, "stages": stages, "schedule": "1f1b"}
-        sharded = ask.cards > stages
-        each = [(PP, plain), (PP, plain | {"schedule": "dualpipev"})] * deepspeed
-        each += [(FSDP_PP, plain)] * (sharded or not deepspeed)
-        each += [(FSDP_PP, plain | {"reshard_after_forward": True})] * sharded
-        each += [(FSDP_PP, plain | {"schedule": "interleaved"})]
-        yield from each if stages * 2 <= config.num_hidden_layers else ()
+        ranks = ask.cards // stages
+        sharded = ranks > 1
+        plain = replace(saving, engine="fsdp_pp", stages=stages, ranks=ranks, sharded=sharded)
+        if deepspeed:
+            yield replace(plain, engine="pp")
+            yield replace(plain, engine="pp", schedule="dualpipev")
+        if sharded or not deepspeed:
+            yield plain
+        if sharded:
+            yield replace(plain, reshard_after_forward=True)
+        yield replace(plain, schedule="interleaved")
 
 
 def spreads(ask, refuse: Callable, what) -> list[int]:
@@ -222,48 +292,60 @@ def spreads(ask, refuse: Callable, what) -> list[int]:
     for n in range(1, ask.cards + 1):
         with contextlib.suppress(UserError):
             refuse(what, n)
-            possible += [n] * (ask.cards % n == ask.seq_len % n == 0)
+            if ask.cards % n == ask.seq_len % n == 0:
+                possible.append(n)
     return possible
 
 
-def batches(config, ask, compute, launcher: str, flags: dict) -> Iterator[Choice]:
-    """The same flags with each micro-batch size, accumulated to at least the tokens asked for."""
-    stages, S = flags.get("stages", 1), ask.seq_len
-    cards = ask.cards // stages  # that each hold a part of the same stage
-    replicas = cards // flags.get("sequence_parallel", 1) // flags.get("tensor_parallel", 1)
-    rows = math.ceil(ask.tokens_a_step / S / replicas)
-    train = SimpleNamespace(seq_len=S, longest=S, single=True, doc_start=np.array([0, S]))
+def with_batches(ask, settings: Settings) -> Iterator[Settings]:
+    """With each micro-batch size, accumulated to at least the tokens asked for."""
+    shares = settings.sequence_parallel * settings.tensor_parallel
+    rows = math.ceil(ask.tokens_a_step / ask.seq_len / (settings.ranks // shares))
     smallest = {math.ceil(rows / micro): micro for micro in range(min(rows, LARGEST), 0, -1)}
     for accum, micro in smallest.items():
-        possible = {"dualpipev": accum >= 2 * stages, "interleaved": accum % stages == 0}
-        if not possible.get(flags.get("schedule"), True):
+        if settings.schedule == "dualpipev" and accum < 2 * settings.stages:
             continue
-        batch = {"micro_batch_size": micro, "grad_accum_steps": accum}
-        limits = {"seq_len": S, "device_memory_gb": ask.memory - CONTEXT_GB}
-        args = dataclasses.replace(flags_of(*FLAGS[launcher]), **limits, **batch, **flags)
-        job, speed = (args, config, compute, train), (ask.tflops * 1e12, ask.bandwidth * 1e9)
-        if launcher == FSDP:
-            how = cards, cards > 1, flags.get("expert_parallel", 1)
-            if args.use_activation_checkpointing:
-                kept, _ = estimate.attention_kept(*job, *how)
-                job = args, config, compute._replace(attention_kept=kept), train
-            ranks = estimate.held(*job, *how)
-            seconds = step_time.of_fsdp(args, config, job[2], cards, *speed)
-        else:
-            pieces = args.stages * (1 + (args.schedule in ("dualpipev", "interleaved")))
-            shape = args.partition, micro, S, args.use_activation_checkpointing
-            counts = split(config, pieces, *shape)
-            held = fsdp_pp_estimate.held if launcher == FSDP_PP else pp_estimate.held
-            ranks = held(*job, replicas, counts)
-            seconds = step_time.of_pipeline(args, config, compute, replicas, *speed)
-        host = sum(each.host for each in ranks) / GB
-        tokens, parts = micro * accum * replicas * S, fullest(ranks, *job)
-        yield Choice(launcher, {**batch, **flags}, seconds, tokens, parts, host)
+        if settings.schedule == "interleaved" and accum % settings.stages:
+            continue
+        yield replace(settings, micro_batch_size=micro, grad_accum_steps=accum)
 
 
-@functools.cache
-def flags_of(*groups: type, argv=()):
-    return parse_args("", *groups, argv=list(argv))
+def choice_of(config, sizes: Sizes, ask, settings: Settings) -> Choice:
+    recomputed = settings.use_activation_checkpointing
+    if settings.stages > 1:
+        pieces = settings.stages * (1 if settings.schedule == "1f1b" else 2)
+        counts = split(
+            config, pieces, "balanced", settings.micro_batch_size, ask.seq_len, recomputed
+        )
+        settings = replace(settings, counts=counts)
+    elif recomputed and ask.seq_len >= LONG and not settings.keys:
+        kept, _ = attention_kept(sizes, settings, ask.memory)
+        settings = replace(settings, attention_kept=kept)
+    seconds = step_time.step_seconds(sizes, settings, ask.tflops * 1e12, ask.bandwidth * 1e9)
+    ranks = peaks(sizes, settings)
+    fullest = max(ranks, key=lambda peak: peak.total)
+    host = sum(peak.host for peak in ranks)
+    return Choice(settings, flags_of(settings, ask), seconds, fullest, host)
+
+
+def flags_of(settings: Settings, ask) -> dict:
+    """Those that differ from their defaults, and the sizes of batches."""
+    plain = Settings(engine=settings.engine, ranks=settings.ranks)
+    flags = {
+        "micro_batch_size": settings.micro_batch_size,
+        "grad_accum_steps": settings.grad_accum_steps,
+    }
+    if ask.lora_rank:
+        flags["lora_rank"] = ask.lora_rank
+    if ask.base_bits == 4:
+        flags["base_bits"] = 4
+    if settings.stages > 1:
+        flags["schedule"] = settings.schedule
+    for flag in SHORT:
+        value = getattr(settings, flag, None)
+        if value != getattr(plain, flag, None):
+            flags[flag] = value
+    return flags
 
 
 def lacking(choice: Choice, ask) -> float:
@@ -274,8 +356,12 @@ def lacking(choice: Choice, ask) -> float:
 
 def best(found: list[Choice], ask) -> tuple[Choice, bool]:
     """(the fastest that fits, or else the one that comes nearest; whether it fits)."""
-    key = lambda c: (lacking(c, ask), c.seconds, len(c.flags), c.memory)  # noqa: E731
-    return (choice := min(found, key=key)), not lacking(choice, ask)
+
+    def key(choice: Choice) -> tuple:
+        return lacking(choice, ask), choice.seconds, len(choice.flags), choice.memory
+
+    choice = min(found, key=key)
+    return choice, not lacking(choice, ask)
 
 
 # ---------------------------------------------------------------- what is printed
@@ -283,7 +369,7 @@ def best(found: list[Choice], ask) -> tuple[Choice, bool]:
 
 def line(choice: Choice, ask) -> str:
     """The command to paste."""
-    launcher = ROOT / choice.launcher
+    launcher = ROOT / LAUNCHERS[choice.settings.engine]
     if launcher.is_relative_to(Path.cwd()):
         launcher = launcher.relative_to(Path.cwd())
     flags = {"model_name_or_path": ask.model, "seq_len": ask.seq_len, **choice.flags}
@@ -295,69 +381,82 @@ def line(choice: Choice, ask) -> str:
 
 def report(found: list[Choice], ask) -> str:
     first, _ = best(found, ask)
-    parts = ", ".join(f"{name} {gb:.1f}" for name, gb in first.parts.items() if gb)
-    dtype = dtype_name(ask.compute.dtype)
+    parts = ", ".join(f"{name} {gb:.1f}" for name, gb in first.peak.parts.items() if gb)
     compiled = "compiled" if ask.compute.compile else "not compiled"
-    on_host = ["masters and moments"] * ("optimizer_on_host" in first.flags)
-    on_host += ["inputs of blocks"] * ("activations_on_host" in first.flags)
     host = f"about {ask.cards * PROCESS:.0f} GiB; the optimizer is on the cards"
-    if on_host:
-        unknown = ", if the host has that: see --host_memory" * (not ask.host_memory)
-        host = f"{first.host:.1f} GiB for {' and '.join(on_host)}{unknown}"
+    if first.host:
+        offloaded = []
+        if first.settings.optimizer_on_host:
+            offloaded.append("masters and moments")
+        if first.settings.activations_on_host:
+            offloaded.append("inputs of blocks")
+        host = f"{first.host:.1f} GiB for {' and '.join(offloaded)}"
+        if not ask.host_memory:
+            host += ", if the host has that: see --host_memory"
     rows = counted(first.tokens // ask.seq_len, "row")
     lines = [
         line(first, ask),
         "Add --train_json, and --tokenizer_name_or_path if the model's folder has no tokenizer.",
         f"tokens per step: {rows} x {ask.seq_len:,} = {first.tokens:,}",
-        f"card: {ask.name}: {dtype}, {ask.compute.attn_impl} attention, {compiled}{ask.assumed}",
-        f"estimated time of a step: {first.seconds:.2g} s, at {ask.tflops:.0f} TFLOP/s a card and "
-        f"{ask.bandwidth:g} GB/s between cards",
+        f"card: {ask.name}: {dtype_name(ask.compute.dtype)}, {ask.compute.attn_impl} attention, "
+        f"{compiled}{ask.assumed}",
+        f"times: a rough formula, at {ask.tflops:.0f} TFLOP/s a card and {ask.bandwidth:g} GB/s "
+        "between cards",
         f"memory: {first.memory:.1f} of {ask.memory:g} GiB a card: {parts}",
         f"host memory: {host}",
-        "considered (the fastest of each kind by the estimated time of a step):",
+        "considered (the fastest of each kind by the rough time of a step):",
     ]
     for way in WAYS:
-        if candidates := [choice for choice in found if choice.way == way]:
-            choice, fits = best(candidates, ask)
+        candidates = [choice for choice in found if choice.way == way]
+        if not candidates:
+            continue
+        choice, fits = best(candidates, ask)
+        if choice is first:
+            why = "chosen"
+        elif fits:
+            why = f"{choice.seconds / first.seconds:.2f} x the time"
+        elif choice.memory <= ask.usable:
+            why = f"needs {choice.host:.1f} GiB of the host's"
+        else:
             why = f"{choice.memory - ask.usable:.1f} GiB too much"
-            if fits:
-                why = f"{choice.seconds / first.seconds:.2f} x the time"
-            elif choice.memory <= ask.usable:
-                why = f"needs {choice.host:.1f} GiB of the host's"
-            why = "chosen" if choice is first else why
-            lines.append(f"  {way:15} {choice.memory:6.1f} GiB  {why:28} {choice}")
+        lines.append(f"  {way:15} {choice.memory:6.1f} GiB  {why:28} {choice}")
     return "\n".join(lines)
 
 
 def nothing(found: list[Choice], config, ask) -> str:
     """What comes nearest, and what would help."""
-
-    def would_fit(**other) -> bool:
-        those = argparse.Namespace(**vars(ask) | other)
-        return best([*choices(config, those, pipeline=False)], those)[1]
-
     choice, _ = best(found, ask)
     memory = f"{choice.memory:.1f} GiB a card, where {ask.usable:.1f} may be used"
-    memory += f", and {choice.host:.1f} GiB of host memory" * (choice.host > 0)
-    needs = [f"cards of {math.ceil(choice.memory / USABLE)} GiB"] * (choice.memory > ask.usable)
-    if ask.host_memory and choice.host > ask.host_memory:
-        memory += f", of {ask.host_memory:g}"
-        needs.append(f"{math.ceil(choice.host)} GiB of host memory")
-    helps = [" with ".join(needs)]
-    if not ask.lora_rank and would_fit(lora_rank=ADAPTERS):
-        helps.insert(0, f"adapters only (--lora_rank {ADAPTERS})")
-    elif not is_mixture(config) and would_fit(lora_rank=ask.lora_rank or ADAPTERS, base_bits=4):
-        rank = ask.lora_rank or ADAPTERS
-        helps.insert(0, f"adapters over a base in 4 bits (--lora_rank {rank} --base_bits 4)")
-    if not ask.lora_rank and ask.optim_state == "fp32" and would_fit(optim_state="bf16"):
-        helps.insert(0, "AdamW's moments in bf16 (--optim_state bf16)")
-    more = (ask.cards * times for times in (2, 4, 8))
-    helps += [f"{n} such cards" for n in more if would_fit(cards=n)][:1]
-    if enough := [c.host for c in found if c.memory <= ask.usable]:
+    needs = []
+    if choice.memory > ask.usable:
+        needs.append(f"cards of {math.ceil(choice.memory / USABLE)} GiB")
+    if choice.host:
+        memory += f", and {choice.host:.1f} GiB of host memory"
+        if ask.host_memory and choice.host > ask.host_memory:
+            memory += f", of {ask.host_memory:g}"
+            needs.append(f"{math.ceil(choice.host)} GiB of host memory")
+    rank = ask.lora_rank or ADAPTERS
+    tried = [{"lora_rank": rank}]
+    if not is_mixture(config):
+        tried.append({"lora_rank": rank, "base_bits": 4})
+    moments = [] if ask.lora_rank else [{"optim_state": "bf16"}]
+    more_cards = [{"cards": ask.cards * times} for times in (2, 4, 8)]
+    helps = []
+    for others in (tried, moments, more_cards):  # the first of each that fits
+        for other in others:
+            those = argparse.Namespace(**vars(ask) | other)
+            if best([*choices(config, those, pipeline=False)], those)[1]:
+                helps.append(HELPS[tuple(other)].format(**other))
+                break
+    helps.insert(len(helps) > 0 and "adapters" in helps[0], " with ".join(needs))
+    enough = [c.host for c in found if c.memory <= ask.usable]
+    if enough:
         helps.append(f"{math.ceil(min(enough))} GiB of host memory")
-    note = "" if ask.lora_rank or is_mixture(config) else f"; {NOT_SEARCHED}: see docs/zero.md"
-    helps = " or ".join(dict.fromkeys(helps))
-    return f"nothing fits; nearest: {choice}: {memory}; what would help: {helps}{note}"
+    text = f"nothing fits; nearest: {choice}: {memory}; what would help: "
+    text += " or ".join(dict.fromkeys(helps))
+    if not ask.lora_rank and not is_mixture(config):
+        text += f"; {NOT_SEARCHED}: see docs/zero.md"
+    return text
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -382,14 +481,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     ask = parse(argv)
     with tempfile.TemporaryDirectory() as folder:
-        on_hub = not Path(os.path.expanduser(ask.model)).is_dir()
+        on_hub = not Path(ask.model).expanduser().is_dir()
         path = find_model(ask.model, config_in=folder)
         config, weights = open_model(path, ask.seq_len, with_weights=not on_hub)
     if weights and weights.packed and ask.base_bits != 4:
         raise UserError(f"{ask.model} holds weights in 4 bits: add --lora_rank 16 --base_bits 4")
     if ask.base_bits == 4 and is_mixture(config):
         raise UserError("--base_bits 4 does not work with mixtures of experts: drop it")
-    ask.assumed = ", with the kernels of fla-core" * is_hybrid(config)
+    if is_hybrid(config):
+        ask.assumed = ", with the kernels of fla-core"
     found = list(choices(config, ask))
     if not best(found, ask)[1]:
         print(f"error: {nothing(found, config, ask)}", file=sys.stderr)

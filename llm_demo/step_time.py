@@ -3,36 +3,18 @@
     micro-batches x (LAUNCH + (tokens of one + OVERHEAD) x FLOPs of a token / FLOP/s)
     + exposed part of communication + exposed part of the host's update
 
-FLOPs are those of the MFU, of attention half, since it is causal. Checkpointing adds 0.7 of the
-blocks' forward without attention, and attention's unless that is kept; a memory budget b adds (1 -
-b) / 10. FSDP moves bf16 weights once a step (resharded: twice a micro-batch) and fp32 gradients
-once (resharded, or the optimizer on the host: in bf16, every micro-batch). Of a transfer, at least
-a third is exposed, and what lasts longer than the compute beside it; nothing is computed while rows
-that are spread exchange slices for heads, or tokens come to experts that are spread or to shares of
-matrices and their sums go back. A stage of a pipeline has its share of a micro-batch but all of
-LAUNCH. A pipeline idles for stages - 1 micro-batches, half as long with two pieces a stage, and
-waits for all it sends.
-
 The constants fit the rows of docs/benchmarks.md, ways.md and speed.md (H200, three links) and
-fits.md (H100; tests/test_fit.py). FLOP/s are of a card, bandwidths of what it receives, in bytes
-per second."""
+fits.md (H100; tests/test_fit.py). flops: per second, of a card. bandwidth: bytes per second that a
+card receives."""
 
-from llm_demo.estimate import tokens_here
 from llm_demo.machine.cards import LINKED, NVLINK, PCIE, SUSTAINED, TFLOPS
 from llm_demo.machine.device import peak_tflops, this_device
-from llm_demo.model.costs import (
-    OVERHEAD,
-    block_costs,
-    flops_of_slot,
-    head_cost,
-    heads_of,
-    mixed_blocks,
-    parameters_of,
-    state_bytes,
-)
+from llm_demo.memory import Settings
+from llm_demo.model.costs import OVERHEAD, Sizes, flops_of_slot, state_bytes
 
 LAUNCH, LEAST = 0.007, 0.03  # seconds of a micro-batch: besides its tokens; in all, for the host
 TO_HOST = 33e9  # bytes per second between a card and the host, each way at once, by two cards
+EXCHANGE = 2e-4  # seconds of an exchange of slices for whole rows, besides its bytes
 
 
 def speed_of(card: str | None, dtype) -> tuple[float, float]:
@@ -42,71 +24,82 @@ def speed_of(card: str | None, dtype) -> tuple[float, float]:
     return tflops, NVLINK if card in (None, *LINKED) else PCIE
 
 
-def micro_batch(args, config, compute, flops: float) -> float:
-    """Seconds that one card would take for a micro-batch, or its slice of one, through the whole
-    model."""
-    attended, recomputed = args.seq_len / 2, 1 - compute.attention_kept / config.num_hidden_layers
-    blocks, products = (sum(b.flops for b in block_costs(config, s)) for s in (attended, 0))
-    again = (1 - args.activation_memory_budget) / 10 * blocks
-    if args.use_activation_checkpointing:
+def step_seconds(sizes: Sizes, s: Settings, flops: float, bandwidth: float) -> float:
+    micro = micro_batch_seconds(sizes, s, flops)
+    if s.stages > 1:
+        return pipeline_seconds(sizes, s, micro, bandwidth)
+    return fsdp_seconds(sizes, s, micro, bandwidth)
+
+
+def micro_batch_seconds(sizes: Sizes, s: Settings, flops: float) -> float:
+    """What one card would take for a micro-batch, or its slice of one, through the whole model.
+    Attention counts half, since it is causal. Checkpointing repeats 0.7 of the blocks' forward
+    without attention, and attention unless that is kept; a memory budget b (1 - b) / 10."""
+    attended = s.seq_len / 2
+    blocks = sum(block.flops(attended) for block in sizes.blocks)
+    products = sum(block.flops(0) for block in sizes.blocks)
+    again = (1 - s.activation_memory_budget) / 10 * blocks
+    if s.use_activation_checkpointing:
+        recomputed = 1 - s.attention_kept / len(sizes.blocks)
         again = 0.7 * products + recomputed * (blocks - products)
-    of_token = flops_of_slot(config, attended, compute.lora and compute.lora.active) + again / 3
-    return max(LEAST, LAUNCH + (tokens_here(args, args) + OVERHEAD) * of_token / flops)
+    of_token = flops_of_slot(sizes, attended, s.lora and s.lora.active) + again / 3
+    return max(LEAST, LAUNCH + (s.tokens + OVERHEAD) * of_token / flops)
 
 
 def exposed(seconds: float, beside: float) -> float:
-    """Of a transfer that lasts so long, beside compute that lasts so long."""
+    """Of a transfer that lasts so long, beside compute that lasts so long: at least a third."""
     return max(seconds / 3, seconds - beside)
 
 
-# seconds that an exchange of slices for whole rows costs besides its bytes, 8B on two H100: kernels
-# are short and the host can't run ahead
-EXCHANGE = 2e-4
+def fsdp_seconds(sizes: Sizes, s: Settings, micro: float, bandwidth: float) -> float:
+    n, accum = len(sizes.blocks), s.grad_accum_steps
+    if s.activations_on_host:  # there and back
+        micro += exposed(4 * sizes.hidden * s.tokens * n / TO_HOST, micro)
+    # weights in bf16, once a step or, resharded, twice a micro-batch; gradients in fp32, or in bf16
+    # after each micro-batch
+    weights, gradients = 2, 4
+    if s.reshard_after_forward:
+        weights = 4 * accum
+    if s.optimizer_on_host or s.reshard_after_forward and accum > 1:
+        gradients = 2 * accum
+    cut = sum(block.cut for block in sizes.blocks) * (1 - 1 / s.tensor_parallel)
+    total = sizes.parameters - cut
+    trained = s.lora.active if s.lora else total
+    sent = (total * weights + trained * gradients) * (1 - 1 / s.ranks)
+    each = s.reshard_after_forward or s.optimizer_on_host
+    step = exposed(sent / bandwidth, micro * (accum if each else 1))
+    if s.optimizer_on_host:  # masters and moments to the card, and back, beside a forward
+        step += exposed(sizes.parameters * state_bytes(s) / s.ranks / TO_HOST, micro / 3)
+    return step + accum * (micro + waits_seconds(sizes, s, bandwidth))
 
 
-def of_fsdp(args, config, compute, cards: int, flops: float, bandwidth: float) -> float:
-    """Seconds of a step."""
-    micro, accum = micro_batch(args, config, compute, flops), args.grad_accum_steps
-    n, tokens, total = config.num_hidden_layers, tokens_here(args, args), parameters_of(config)
-    if args.activations_on_host:  # there and back
-        micro += exposed(4 * config.hidden_size * tokens * n / TO_HOST, micro)
-    # Numbers of a token that cards exchange for rows and experts: forward, backward, and once more
-    # if blocks are recomputed. They wait for experts' ranks about as long again (bench/LOG.md).
-    over, (queries, keys, width, values) = args.sequence_parallel, heads_of(config)
-    waits = n * (queries + max(keys, over)) * (width + values) * (1 - 1 / over)
-    waits += sum(mixed_blocks(config)) * 4 * config.hidden_size * ((args.expert_parallel or 1) - 1)
-    around = 4 * n - 2 * sum(mixed_blocks(config))  # attention and dense MLPs, there and back
-    waits += around * config.hidden_size * (args.tensor_parallel - 1)
-    passes = 3 if args.use_activation_checkpointing else 2
-    waits *= 2 * tokens * passes / bandwidth
-    waits += around * EXCHANGE * passes * (args.tensor_parallel > 1)
-
-    reshard, on_host = args.reshard_after_forward, args.optimizer_on_host
-    each = on_host or reshard and accum > 1  # micro-batch, in bf16
-    weights, grads = 2 * (2 * accum if reshard else 1), 2 * accum if each else 4
-    trained = compute.lora.active if compute.lora else total
-    shares = args.tensor_parallel
-    moved = sum(block.cut for block in block_costs(config, 0)) * (1 - 1 / shares)
-    sent = ((total - moved) * weights + max(0, trained - moved) * grads) * (1 - 1 / cards)
-    step = exposed(sent / bandwidth, micro * (accum if reshard or on_host else 1))
-    if on_host:  # masters and moments to the card, and back at the same time, beside a forward
-        step += exposed(total * state_bytes(args) / cards / TO_HOST, micro / 3)
-    return step + accum * (micro + waits)
+def waits_seconds(sizes: Sizes, s: Settings, bandwidth: float) -> float:
+    """Of a micro-batch, in which cards exchange tokens and compute nothing: slices for heads,
+    tokens of experts that are spread, and sums of shares of matrices."""
+    n, over, heads = len(sizes.blocks), s.sequence_parallel, sizes.heads
+    mixed = sum(block.chosen > 0 for block in sizes.blocks)
+    around = 4 * n - 2 * mixed  # exchanges around attention and dense MLPs, there and back
+    numbers = n * (heads.queries + max(heads.keys, over)) * 2 * heads.width * (1 - 1 / over)
+    numbers += mixed * 4 * sizes.hidden * (s.expert_parallel - 1)
+    numbers += around * sizes.hidden * (s.tensor_parallel - 1)
+    seconds = 2 * s.tokens * numbers / bandwidth  # of a forward
+    if s.tensor_parallel > 1:
+        seconds += around * EXCHANGE
+    return seconds * (3 if s.use_activation_checkpointing else 2)
 
 
-def of_pipeline(args, config, compute, replicas: int, flops: float, bandwidth: float) -> float:
-    """Seconds of a step."""
-    stages, v = args.stages, args.schedule == "dualpipev"
-    pieces = 2 if v or args.schedule == "interleaved" else 1  # of a stage
-    accum = args.grad_accum_steps
-    micro = (micro_batch(args, config, compute, flops) - LAUNCH) / stages + LAUNCH
+def pipeline_seconds(sizes: Sizes, s: Settings, micro: float, bandwidth: float) -> float:
+    """A stage has its share of a micro-batch, but all of LAUNCH. It idles for stages - 1
+    micro-batches, half as long with two pieces, and waits for all it sends."""
+    pieces = 2 if s.schedule in ("dualpipev", "interleaved") else 1  # of a stage
+    accum, stages = s.grad_accum_steps, s.stages
+    micro = (micro - LAUNCH) / stages + LAUNCH
     # hidden states and their gradients in bf16
-    sent = 4 * config.hidden_size * accum * args.micro_batch_size * args.seq_len * pieces
-    if config.tie_word_embeddings and not v:
-        sent += 4 * head_cost(config).parameters
-    reshard = args.reshard_after_forward
-    weights = 2 * (2 * accum if reshard else 1)
-    shared = (weights + 4) * parameters_of(config) / stages * (1 - 1 / replicas)
+    sent = 4 * sizes.hidden * accum * s.tokens * pieces
+    if sizes.tied and s.schedule != "dualpipev":
+        sent += 4 * sizes.embedding
     step = (accum + (stages - 1) / pieces) * micro + sent / bandwidth
-    beside = micro * (accum if reshard else 1)
-    return step + exposed(shared / bandwidth, beside)
+    times = accum if s.reshard_after_forward else 1
+    gathers = 2 * times if s.reshard_after_forward else 1
+    shared = (2 * gathers + 4) * sizes.parameters / stages * (1 - 1 / s.ranks)
+    return step + exposed(shared / bandwidth, micro * times)

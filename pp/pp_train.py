@@ -23,7 +23,6 @@ if __name__ == "__main__":  # before the slow imports
 import torch
 import torch.distributed as dist
 
-from llm_demo import estimate as memory
 from llm_demo.core.decoder import materialise, skeleton
 from llm_demo.core.optim import make_adamw, set_lr
 from llm_demo.core.rows import (
@@ -39,17 +38,18 @@ from llm_demo.core.rows import (
 from llm_demo.machine.dist import run as run_script
 from llm_demo.machine.dist import start
 from llm_demo.machine.text import counted
-from llm_demo.model.costs import param_count, unit_sizes
+from llm_demo.memory import check_host, peaks, report, settings_of
+from llm_demo.model.costs import param_count, sizes_of, unit_sizes
 from llm_demo.model.weights_files import loading
 from llm_demo.run.choices import compiles_adamw
+from llm_demo.run.cut import plan_and_cut
 from llm_demo.run.job import Job, refuse_experts, run
-from pp.cut import plan_and_cut
 
 
 def main() -> None:
     args = parse()
     # after the flags: importing DeepSpeed takes seconds
-    from pp import ds_engine, estimate
+    from pp import ds_engine
 
     world = start()
     args.check_processes(world.size)
@@ -60,14 +60,24 @@ def main() -> None:
     job = Job(args, world, "pp")
     job.log.resolved(parallelism=f"pipeline of {counted(args.stages, 'stage')}")
     counts = plan_and_cut(job, replicas, where, refuse_experts)
-    bucket = switches.get("zero_optimization", {}).get("reduce_bucket_size", estimate.BUCKET)
-    ranks = estimate.held(*job.planned(), replicas, counts, bucket)
+    _, config, compute, train = job.planned()
+    settings = settings_of(
+        "pp",
+        args,
+        compute,
+        train,
+        ranks=replicas,
+        counts=counts,
+        zero=switches.get("zero_optimization", {}),
+        copies=replicas > 1 and bool(args.save or args.resume),
+    )
+    ranks = peaks(sizes_of(config), settings)
     if args.estimate:
-        job.log.say(memory.report(ranks, *job.planned()))
+        job.log.say(report(ranks, args))
     elif job.open(copies=replicas > 1):
         if replicas > 1:  # one does without copies where they don't fit
             advice = "use fewer replicas, more nodes or a smaller model"
-            memory.check_host(ranks, args, world, job.log.say, advice)
+            check_host(ranks, args, world, job.log.say, advice)
         run(job, Pipeline(job, switches, counts))
 
 

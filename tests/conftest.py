@@ -303,7 +303,7 @@ def pytest_xdist_auto_num_workers(config):
 # Files that take minutes go first, so that no worker has one left when the other is done.
 LONG = (
     "test_moe", "test_parity", "test_end_to_end", "test_launch", "test_sequence", "test_resume",
-    "test_lora", "test_lora_experts", "test_replicas", "test_activations_on_host", "test_estimate",
+    "test_lora", "test_lora_experts", "test_replicas", "test_activations_on_host", "test_memory",
     "test_first_run", "test_runs", "test_engine", "test_setup", "test_ends", "test_errors",
     "test_fit", "test_nodes", "test_bench", "test_next_steps", "test_fsdp2", "test_fsdp_pp",
     "test_several_nodes", "test_restarts", "test_lora_memory", "test_fp8_export", "test_tensor",

@@ -7,25 +7,22 @@ import weakref
 import pytest
 import test_parity as parity
 import torch
-from conftest import ROOT, TINY, args_with, slow
+from conftest import ROOT, TINY, slow
 from test_parity import train
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoTokenizer
 
-from fsdp import activations_on_host, estimate
+from fsdp import activations_on_host
 from fsdp.activations_on_host import STAY, ActivationsOnHost, host_bytes, keep_on_host
-from llm_demo import estimate as memory
 from llm_demo.core.attention import make_documents
 from llm_demo.core.decoder import DecoderLoss, allocate, fill, make_units, skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
-from llm_demo.estimate import attention_bytes
 from llm_demo.run.choices import fused_kernels
 
 KERNEL = "aten::_scaled_dot_product_flash_attention_for_cpu"
 CPU = torch.device("cpu")
-ROWS = 131072
 SHAPE = B, S = 2, 32
 CASES = {
     "plain": ["--no_fsdp", "--grad_accum_steps", "4"],
@@ -215,59 +212,3 @@ def test_same_bits_as_on_the_device(processes, tmp_path):
             assert [s["norm"] for s in mine["steps"]] == [s["norm"] for s in other["steps"]]
             for key, value in mine["params"].items():
                 assert torch.equal(value, other["params"][key]), key
-
-
-# ---------------------------------------------------------------- estimates
-
-
-def settings(**more):
-    on = {"use_activation_checkpointing": True, "reshard_after_forward": True, "replicas": "1"}
-    return args_with(**on | more)
-
-
-def test_estimates(monkeypatch):
-    from llm_demo.model.source import load_config
-    from llm_demo.run.choices import Compute
-
-    config = load_config(ROOT / "models/qwen3-8b", ROWS)
-    train = type("Train", (), {"seq_len": ROWS, "single": True, "longest": ROWS})
-    compute = Compute(torch.bfloat16, "sdpa", True)
-    n = config.num_hidden_layers
-
-    def of(compute, **more):
-        at = memory.at_the_loss(settings(**more), config, compute, train, [ROWS] * n, True)
-        return sum(at) / 2**30
-
-    block = ROWS * config.hidden_size * 2 / 2**30
-    saved = of(compute) - of(compute, activations_on_host=True)
-    assert saved == pytest.approx((n - STAY - 1) * block)
-    kept = compute._replace(attention_kept=n)
-    more = ROWS * attention_bytes(config, kept) / 2**30
-    assert attention_bytes(config, kept) == 32 * (128 * 2 + 4)
-    for count in (1, n):
-        kept = compute._replace(attention_kept=count)
-        assert of(kept) - of(compute) == pytest.approx(count * more)
-    job = settings(activations_on_host=True), config, compute, train
-    ranks = estimate.held(*job, 2, True)
-    said = "host memory: 74.2 GiB for what is offloaded, for all ranks"
-    assert said in memory.report(ranks, *job)
-    # while the first block's activations are computed again, all others' gradients are there
-    parts = memory.peak(ranks[0], *job)
-    assert parts["gradients"] > 14 and parts["activations"] > 10
-    job = settings(), config, kept, train
-    need = memory.need(estimate.held(*job, 2, True), *job)
-    choose = lambda train=train, attn="sdpa", **more: estimate.attention_kept(  # noqa: E731
-        settings(**more), config, compute._replace(attn_impl=attn), train, 2, True, 1
-    )
-
-    def limit(needed):  # of PyTorch alone
-        return needed / 0.95 - memory.CONTEXT_GB
-
-    assert choose(device_memory_gb=limit(need) + 1)[0] == n
-    fewer = 9.5 * more * (1 + memory.SCATTERED)
-    assert choose(device_memory_gb=limit(need - fewer))[0] == n - 10
-    assert choose(device_memory_gb=20)[0] == 0
-    assert choose(attn="math", device_memory_gb=1000) == (0, "math is no fused kernel here")
-    short = type("Train", (), {**vars(train), "longest": 8191})
-    assert choose(short, device_memory_gb=1000) == (0, "documents are short")
-    assert choose() == (0, "the memory of this device is not known")

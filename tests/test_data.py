@@ -24,8 +24,8 @@ from llm_demo.data.packs import best_fit, describe_example, prompts_of
 from llm_demo.data.sources import heldout_beside
 from llm_demo.machine import cache
 from llm_demo.machine.text import counted
+from llm_demo.run.cut import describe_split
 from llm_demo.run.plan import decide_horizon, usual_lr
-from pp.cut import describe_split
 
 SHARED = Path(__file__).parents[2] / "shared"
 TEXTS = ["a" * (i % 13) + f"{i:03d}" for i in range(200)]  # documents of 4 to 16 tokens with eos

@@ -13,8 +13,8 @@ from llm_demo.core.errors import UserError
 from llm_demo.core.optim import make_adamw
 from llm_demo.model.costs import unit_sizes
 from llm_demo.model.source import load_config
+from llm_demo.run.cut import costs, describe_split, split
 from pp import deepspeed_base, ds_engine, ds_patches
-from pp.cut import costs, describe_split, split
 from pp.ds_engine import layer_specs
 from zero import ds_engine as zero_engine
 

@@ -13,7 +13,7 @@ from transformers import DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from fsdp.estimate import choose_spread
+from fsdp.by_memory import choose_spread
 from llm_demo.core.decoder import Blocks
 from llm_demo.core.experts import PRODUCTS, Routers, looped_product, sorted_experts
 from llm_demo.core.lora import Lora, adapt_experts

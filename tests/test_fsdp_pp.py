@@ -14,7 +14,6 @@ from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 from fsdp import copy_engines
 from fsdp_pp import transfers
-from fsdp_pp.estimate import mailboxes
 from fsdp_pp.orders import (
     BACKWARD,
     FORWARD,
@@ -172,7 +171,7 @@ def test_both_ranks_mean_the_same_mailbox(schedule, stages, shards, monkeypatch)
                 ends = (rank, other) if ways is sent else (other, rank)
                 ways[what, ends] = (near, far) if ways is sent else (far, near)
         each = [link.box[1] for link in {**links.sent, **links.received}.values()]
-        assert max(each) + 1 == mailboxes(schedule, stages)[rank // shards] <= boxes
+        assert max(each) < boxes
         assert {*Counter(each).values()} == {2}  # there and back
     assert sent == received
     steps = sum(a != b for a, b in itertools.pairwise(where))
@@ -296,12 +295,6 @@ def test_what_is_held():
     # two of the first piece, two of the second, and then two more of the first before a backward
     assert in_flight(order("interleaved", 2, 0, 8)) == {0: 3, 2: 2}
     assert [in_flight(work) for work in works_of("v", 2, 8)] == [{0: 3, 3: 2}, {1: 3, 2: 3}]
-
-
-def test_how_many_mailboxes_a_stage_has():
-    boxes = {name: mailboxes(name, 3) for name in OURS}
-    assert boxes["1f1b"] == boxes["gpipe"] == [1, 2, 1]
-    assert boxes["interleaved"] == [3, 4, 3] and boxes["v"] == [2, 4, 2]
 
 
 def test_how_long_stages_wait():

@@ -15,7 +15,7 @@ from llm_demo.core.attention import make_documents
 from llm_demo.core.decoder import Blocks, materialise, skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import position_ids
-from llm_demo.model.costs import block_costs, flops_of_slot, head_cost, param_count, unit_sizes
+from llm_demo.model.costs import flops_of_slot, param_count, sizes_of, unit_sizes
 from llm_demo.model.model_folder import describe, describe_model, open_model, try_describe
 from llm_demo.model.source import find_model, load_config, load_tokenizer
 from llm_demo.model.weights_files import open_weights
@@ -93,9 +93,10 @@ def test_random_weights_leave_the_generator_alone():
 def test_published_flops():
     """Qwen3-0.6B at S = 1024: 28 blocks of 119.5 MFLOP and a head of 933 MFLOP a token."""
     config = load_config(ROOT / "models/qwen3-0.6b", 1024)
-    blocks, head = [b.flops for b in block_costs(config, 1024)], head_cost(config).flops
+    sizes = sizes_of(config)
+    blocks, head = [b.flops(1024) for b in sizes.blocks], 6 * sizes.embedding
     (block,) = set(blocks)
-    assert flops_of_slot(config, 1024) == 28 * block + head
+    assert flops_of_slot(sizes, 1024) == 28 * block + head
     assert block == pytest.approx(119.5e6, rel=1e-3)
     assert head == pytest.approx(933e6, rel=1e-3)
 

@@ -32,16 +32,16 @@ from llm_demo.model.costs import (
     block_costs,
     experts_of,
     flops_of_slot,
-    head_cost,
     mixed_blocks,
     parameters_of,
+    sizes_of,
     unit_sizes,
 )
 from llm_demo.model.model_folder import find_source
 from llm_demo.model.source import load_config
 from llm_demo.model.weights_files import open_weights
 from llm_demo.run import checkpoint_files
-from pp.cut import costs, describe_split, parameters, split
+from llm_demo.run.cut import costs, describe_split, parameters, split
 
 QWEN = load_config(ROOT / "models/qwen3-30b-a3b", 4096)
 DEEPSEEK = DeepseekV3Config()  # its defaults are DeepSeek-V3's
@@ -73,7 +73,7 @@ def test_parameters_of_each_block_are_the_models(name):
     config = SHAPES[name]
     with torch.device("meta"):  # skeleton reserves host memory for a tensor at a time, here 30 GB
         lm = AutoModelForCausalLM.from_config(config)
-    for block, cost in zip(lm.model.layers, block_costs(config, 0), strict=True):
+    for block, cost in zip(lm.model.layers, block_costs(config), strict=True):
         assert cost.parameters == sum(p.numel() for p in block.parameters() if p.ndim > 1)
         unused = 0
         if hasattr(block.mlp, "experts"):
@@ -82,7 +82,7 @@ def test_parameters_of_each_block_are_the_models(name):
             unused = experts * (n - config.num_experts_per_tok) // n
         assert cost.active == cost.parameters - unused
     ends = lm.get_input_embeddings().weight.numel() * (2 - config.tie_word_embeddings)
-    assert parameters_of(config) == ends + sum(block.parameters for block in block_costs(config, 0))
+    assert parameters_of(config) == ends + sum(block.parameters for block in block_costs(config))
     if name in TINY:  # a tied head counts once
         lm = skeleton(config, "math")
         assert parameters_of(config) == sum(p.numel() for p in lm.parameters() if p.ndim > 1)
@@ -93,18 +93,19 @@ def test_published_sizes():
     assert parameters_of(QWEN) == pytest.approx(30.5e9, rel=2e-3)
     assert active_of(QWEN) == pytest.approx(3.35e9, rel=2e-3)
     assert parameters_of(DEEPSEEK) == pytest.approx(671e9, rel=1e-3)
-    embedding = head_cost(DEEPSEEK).parameters
+    embedding = sizes_of(DEEPSEEK).embedding
     assert active_of(DEEPSEEK) - embedding == pytest.approx(37e9, rel=2e-2)
 
 
 def test_flops_are_of_active_weights_and_of_attentions_own_widths():
     S, config = 512, TINY["deepseek"]
-    for cost in block_costs(config, S):
-        assert cost.flops == 6 * cost.active + 6 * 4 * (24 + 20) * S
-    block = block_costs(QWEN, S)[0]
-    assert block.flops == 6 * block.active + 12 * 32 * 128 * S
-    assert flops_of_slot(QWEN, S) == 48 * block.flops + head_cost(QWEN).flops
-    assert flops_of_slot(QWEN, 0) < 6 * active_of(QWEN) < 6 * parameters_of(QWEN) / 9
+    for cost in block_costs(config):
+        assert cost.flops(S) == 6 * cost.active + 6 * 4 * (24 + 20) * S
+    sizes = sizes_of(QWEN)
+    block = sizes.blocks[0]
+    assert block.flops(S) == 6 * block.active + 12 * 32 * 128 * S
+    assert flops_of_slot(sizes, S) == 48 * block.flops(S) + 6 * sizes.embedding
+    assert flops_of_slot(sizes, 0) < 6 * active_of(QWEN) < 6 * parameters_of(QWEN) / 9
 
 
 def test_fit_proposes_what_trains_experts():

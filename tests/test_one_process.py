@@ -2,23 +2,22 @@
 masters that are flat tensors, one or two for each unit."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TINY, args_with, logged, run_alone
+from conftest import ROOT, TINY, logged, run_alone
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from bench.checkpoints import tensors
-from fsdp import build, estimate
+from fsdp import build
 from fsdp.fsdp2 import autograd_accumulates
-from llm_demo import estimate as memory
 from llm_demo.core import optim
 from llm_demo.core.masters import Masters
 from llm_demo.core.optim import LossScale, clipped_step, halve, join, make_adamw
+from llm_demo.memory import Settings, fullest
+from llm_demo.model.costs import sizes_of
 from llm_demo.model.source import load_config
-from llm_demo.run.choices import Compute
 
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KEPT = ("train/loss", "train/grad_norm", "train/lr")
@@ -109,18 +108,14 @@ def test_reshard_after_forward_means_fsdp2(train):
 @pytest.mark.parametrize("accum", [1, 8])
 @pytest.mark.parametrize("micro", [1, 8])
 def test_the_plain_path_is_expected_to_need_less(micro, accum):
-    config = load_config(ROOT / "models/qwen3-0.6b", 1024)
-    compute = Compute(torch.bfloat16, "sdpa", compile=True)
-    train = SimpleNamespace(seq_len=1024, single=True, doc_start=[0, 1024])
-    args = args_with(
-        micro_batch_size=micro, grad_accum_steps=accum, blocks_per_unit=0,
-        use_activation_checkpointing=True, activation_memory_budget=1.0,
-        reshard_after_forward=False, optimizer_on_host=False, psgd_rank=0,
-    )  # fmt: skip
+    sizes = sizes_of(load_config(ROOT / "models/qwen3-0.6b", 1024))
     totals = []
     for sharded in (False, True):
-        job = args, config, compute, train
-        totals.append(memory.need(estimate.held(*job, 1, sharded), *job))
+        settings = Settings(
+            engine="fsdp", ranks=1, sharded=sharded, micro_batch_size=micro,
+            grad_accum_steps=accum, use_activation_checkpointing=True,
+        )  # fmt: skip
+        totals.append(fullest(sizes, settings).total)
     assert totals[0] < totals[1]
 
 

@@ -18,16 +18,11 @@ from tiny_tokenizer import packs_of
 from transformers import AutoModelForCausalLM, Phi3Config, Qwen3Config
 
 from bench.checkpoints import tensors
-from fsdp import estimate
-from fsdp.flags import FsdpArgs
-from llm_demo import estimate as memory
 from llm_demo.core.attention import LongRope
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import Part
-from llm_demo.flags.args import parse_args
 from llm_demo.model.costs import Heads, share_of_heads
 from llm_demo.run import choices
-from llm_demo.run.choices import Compute
 
 MODELS = {**parity.MODELS, "qwen": moe.MODELS["qwen"], "deepseek": moe.MODELS["deepseek"]}
 # whose frequencies change after 24 tokens of a document
@@ -213,23 +208,6 @@ def test_attention_is_chosen_for_the_heads_of_a_rank(ranks, expected, monkeypatc
     else:
         with pytest.raises(UserError, match="does not divide 4"):
             choices.decide_compute(args, *how)
-
-
-def test_an_estimate_counts_the_tokens_of_a_slice():
-    """What blocks keep is measured in sequence_worker.py."""
-    config, train = MODELS["tied"], SimpleNamespace(seq_len=1 << 17, single=True)
-    compute = Compute(torch.bfloat16, "varlen", compile=True)
-    found = []
-    for n in (1, 2, 4):
-        flags = ["--use_activation_checkpointing", "--sequence_parallel", str(n)]
-        args = parse_args("", FsdpArgs, argv=flags)
-        job = args, config, compute, train
-        found.append(memory.peak(estimate.held(*job, 4, True)[0], *job))
-        kept = 4 * config.hidden_size * 2 * train.seq_len / n
-        again = memory.passing_bytes(args, config, compute, train)[0] * train.seq_len / n
-        assert found[-1]["activations"] == pytest.approx((kept + again) / 2**30)
-        assert found[-1]["weights"] == found[0]["weights"]
-    assert 0.5 < found[1]["activations"] / found[0]["activations"] < 0.8
 
 
 def test_positions_of_a_slice():

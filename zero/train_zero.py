@@ -22,7 +22,6 @@ if __name__ == "__main__":  # before the slow imports
 
 import torch
 
-from llm_demo import estimate as memory
 from llm_demo.core.attention import make_documents
 from llm_demo.core.decoder import DecoderLoss, make_units, skeleton
 from llm_demo.core.loop import score_rows
@@ -31,7 +30,8 @@ from llm_demo.core.rows import label_positions, micro_batches, to_device
 from llm_demo.machine.dist import run as run_script
 from llm_demo.machine.dist import start
 from llm_demo.machine.text import counted
-from llm_demo.model.costs import param_count, unit_sizes
+from llm_demo.memory import check_host, peaks, report, settings_of
+from llm_demo.model.costs import param_count, sizes_of, unit_sizes
 from llm_demo.model.weights_files import loading
 from llm_demo.run.choices import compiles_adamw
 from llm_demo.run.job import Job, refuse_experts, run
@@ -40,7 +40,7 @@ from llm_demo.run.job import Job, refuse_experts, run
 def main() -> None:
     args = parse()
     # after the flags: importing DeepSpeed takes seconds
-    from zero import ds_engine, estimate
+    from zero import ds_engine
 
     world = start()
     switches = ds_engine.read_switches(args.deepspeed_config)
@@ -51,12 +51,22 @@ def main() -> None:
     job.log.resolved(parallelism=ds_engine.parallelism_of(switches), comm_timer=args.comm_timer)
     job.decide(world.size, refuse_experts)
     settings = ds_engine.engine_config(switches, args, job.plan.compute)
-    ranks = estimate.held(*job.planned(), world.size, settings["zero_optimization"])
+    _, config, compute, train = job.planned()
+    of_run = settings_of(
+        "zero",
+        args,
+        compute,
+        train,
+        ranks=world.size,
+        zero=settings["zero_optimization"],
+        copies=bool(args.save or args.resume),
+    )
+    ranks = peaks(sizes_of(config), of_run)
     if args.estimate:
-        job.log.say(memory.report(ranks, *job.planned()))
+        job.log.say(report(ranks, args))
     elif job.open(copies=True):
         advice = "use more nodes, a smaller model, or fsdp/, which needs less"
-        memory.check_host(ranks, args, world, job.log.say, advice)
+        check_host(ranks, args, world, job.log.say, advice)
         run(job, Zero(job, settings))
 
 

@@ -17,11 +17,68 @@ OVERHEAD = 200  # tokens that take as long as adding a micro-batch's gradients t
 
 
 class Cost(NamedTuple):
-    parameters: int  # matrices only, no norms
+    """What memory and time depend on, of a decoder block. Parameters are those of matrices."""
+
+    parameters: int
     active: int  # parameters that one token uses
-    flops: float  # training FLOPs per token, forward and backward
-    routed: int = 0  # parameters of its routed experts
-    cut: int = 0  # parameters that --tensor_parallel cuts
+    rule_flops: float  # training FLOPs per token of a delta rule
+    mixing: float  # training FLOPs per token for each token that attention mixes in
+    routed: int  # parameters of its routed experts
+    cut: int  # parameters that --tensor_parallel cuts
+    width: int  # of the feed-forward networks that a token goes through
+    chosen: int  # experts of a token; 0: one dense network
+    mixer: int  # numbers per token that attention or a delta rule reads in a forward
+    rule: int  # width of all values of a delta rule; 0: attention
+
+    def flops(self, attended: float) -> float:
+        """Training FLOPs per token, forward and backward, that attends to so many tokens: 6 per
+        active weight of a matrix product. Attention is counted in full rather than its causal half,
+        as in the PaLM paper's appendix B."""
+        return 6 * self.active + self.rule_flops + self.mixing * attended
+
+
+class Heads(NamedTuple):
+    """The shape of a model's attention."""
+
+    queries: int  # heads
+    keys: int  # heads of keys and values
+    width: int  # of a query and a key
+    values: int  # width of a value
+
+
+class Sizes(NamedTuple):
+    """What memory and time depend on, of a model."""
+
+    hidden: int
+    vocabulary: int
+    tied: bool  # whether embedding and head are one matrix
+    experts: int  # routed, of each block that has any
+    heads: Heads
+    blocks: list[Cost]
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of the embedding, or of the head: as many, but of a matrix product."""
+        return self.hidden * self.vocabulary
+
+    @property
+    def ends(self) -> int:
+        return self.embedding * (1 if self.tied else 2)
+
+    @property
+    def parameters(self) -> int:
+        return self.ends + sum(block.parameters for block in self.blocks)
+
+
+def sizes_of(config) -> Sizes:
+    return Sizes(
+        hidden=config.hidden_size,
+        vocabulary=config.vocab_size,
+        tied=config.tie_word_embeddings,
+        experts=experts_of(config),
+        heads=heads_of(config),
+        blocks=block_costs(config),
+    )
 
 
 def state_bytes(args) -> int:
@@ -35,34 +92,51 @@ def on_a_rank(block: Cost, shares: int, spread: int) -> float:
     return block.parameters - block.cut * (1 - 1 / shares) - block.routed * (1 - 1 / spread)
 
 
-def block_costs(config, seq_len: int) -> list[Cost]:
-    """The cost of each decoder block.
-
-    FLOPs: 6 per active weight of a matrix product, plus 6·heads·(widths of query and value)·S for
-    attention, counted in full rather than its causal half, as in the PaLM paper's appendix B. A
-    delta rule's state of each head is a matrix: a token's key reads and changes it, its query reads
-    it."""
-    d, (heads, _, qk, v) = config.hidden_size, heads_of(config)
-    latents = 0  # widths of those that serve all heads
-    if latent(config):
-        latents = config.kv_lora_rank + config.qk_rope_head_dim + (config.q_lora_rank or 0)
-    costs, kinds = {}, kinds_of(config)
-    for kind in {*kinds}:  # reading a configuration is slow
-        with_experts, linear = kind
-        attention, mixing = _attention_weights(config), 6 * heads * (qk + v) * seq_len
-        if linear:
-            attention, mixing = _linear_weights(config)
-        if with_experts:
-            expert, n = 3 * d * config.moe_intermediate_size, experts_of(config)
-            always = attention + d * n + 3 * d * shared_width(config)
-            always += d * gated_share(config)
-            routed, active = expert * n, always + expert * config.num_experts_per_tok
-        else:
-            always = active = attention + 3 * d * dense_width(config)
-            routed = 0
-        cut = attention - d * latents + (0 if with_experts else 3 * d * dense_width(config))
-        costs[kind] = Cost(always + routed, active, 6 * active + mixing, routed, cut)
+def block_costs(config) -> list[Cost]:
+    """The cost of each decoder block."""
+    kinds = kinds_of(config)
+    costs = {kind: _cost(config, *kind) for kind in set(kinds)}  # reading a configuration is slow
     return [costs[kind] for kind in kinds]
+
+
+def _cost(config, with_experts: bool, linear: bool) -> Cost:
+    d, heads = config.hidden_size, heads_of(config)
+    weights, mixing = _attention_weights(config), 6 * heads.queries * (heads.width + heads.values)
+    mixer, rule, rule_flops = 3 * (heads.queries + heads.keys) * heads.width, 0, 0
+    latents = 0  # widths of those that serve all heads
+    if linear:
+        weights, mixing = _linear_weights(config), 0
+        keys, n, width, wide = heads_of_rule(config)
+        # a head's state is a matrix: a key reads and changes it, a query reads it
+        rule, rule_flops = n * wide, 18 * n * width * wide
+        mixer = 4 * keys * width + 5 * rule
+    elif is_hybrid(config):  # its gate
+        mixer += 2 * heads.queries * heads.width
+    elif latent(config):
+        latents = config.kv_lora_rank + config.qk_rope_head_dim + (config.q_lora_rank or 0)
+        mixer += 2 * latents
+    if with_experts:
+        chosen, n = config.num_experts_per_tok, experts_of(config)
+        shared, expert = shared_width(config), 3 * d * config.moe_intermediate_size
+        always = weights + d * (n + 3 * shared + gated_share(config))
+        routed, width = expert * n, chosen * config.moe_intermediate_size + shared
+        active, cut = always + expert * chosen, weights - d * latents
+    else:
+        chosen, routed, width = 0, 0, dense_width(config)
+        always = active = weights + 3 * d * width
+        cut = always - d * latents
+    return Cost(
+        parameters=always + routed,
+        active=active,
+        rule_flops=rule_flops,
+        mixing=mixing,
+        routed=routed,
+        cut=cut,
+        width=width,
+        chosen=chosen,
+        mixer=mixer,
+        rule=rule,
+    )
 
 
 def experts_of(config) -> int:
@@ -118,13 +192,12 @@ def heads_of_rule(config) -> tuple[int, int, int, int]:
             config.linear_key_head_dim, config.linear_value_head_dim)  # fmt: skip
 
 
-def _linear_weights(config) -> tuple[int, int]:
-    """(matrix parameters of a layer with a delta rule, FLOPs of the rule per token)."""
+def _linear_weights(config) -> int:
+    """Matrix parameters of a layer with a delta rule."""
     d, (keys, heads, width, wide) = config.hidden_size, heads_of_rule(config)
     values = heads * wide
     weights = (2 * keys * width + values) * (d + config.linear_conv_kernel_dim)
-    weights += d * 2 * (values + heads)  # gate and output, decay and beta
-    return weights, 18 * width * values
+    return weights + d * 2 * (values + heads)  # gate and output, decay and beta
 
 
 def _attention_weights(config) -> int:
@@ -139,35 +212,26 @@ def _attention_weights(config) -> int:
     return query + d * (rank + rotary) + rank * heads * (qk - rotary + v) + heads * v * d
 
 
-def head_cost(config) -> Cost:
-    """The cost of the head. The embedding has as many parameters but no matrix product."""
-    weights = config.hidden_size * config.vocab_size
-    return Cost(weights, weights, 6 * weights)
-
-
-def flops_of_slot(config, attended: float, adapters: int | None = None) -> float:
+def flops_of_slot(sizes: Sizes, attended: float, adapters: int | None = None) -> float:
     """Training FLOPs of one token slot through the whole model, the basis of MFU. attended: the
     mean length of a slot's document. adapters: their parameters if the model is frozen, whose
     weights then have no gradients: 4 per active weight."""
-    parts = [*block_costs(config, attended), head_cost(config)]
-    flops = sum(part.flops for part in parts)
+    flops = 6 * sizes.embedding + sum(block.flops(attended) for block in sizes.blocks)
     if adapters is None:
         return flops
-    return flops - 2 * sum(part.active for part in parts) + 6 * adapters
+    active = sizes.embedding + sum(block.active for block in sizes.blocks)
+    return flops - 2 * active + 6 * adapters
 
 
 def parameters_of(config) -> int:
     """Matrix parameters of the whole model; a tied embedding and head count once."""
-    return sum(block.parameters for block in block_costs(config, 0)) + _ends(config)
+    return sizes_of(config).parameters
 
 
 def active_of(config) -> int:
     """Matrix parameters that one token uses, including embedding and head."""
-    return sum(block.active for block in block_costs(config, 0)) + _ends(config)
-
-
-def _ends(config) -> int:
-    return head_cost(config).parameters * (1 if config.tie_word_embeddings else 2)
+    sizes = sizes_of(config)
+    return sizes.ends + sum(block.active for block in sizes.blocks)
 
 
 def head_size(config) -> int:
@@ -193,15 +257,6 @@ def param_count(model: nn.Module) -> int:
     return sum(math.prod(p.shape) for p in {id(p): p for p in model.parameters()}.values())
 
 
-class Heads(NamedTuple):
-    """The shape of a model's attention."""
-
-    queries: int  # heads
-    keys: int  # heads of keys and values
-    width: int  # of a query and a key
-    values: int  # width of a value
-
-
 def heads_of(config) -> Heads:
     widths = head_size(config), head_size(config)
     if latent(config):
@@ -214,7 +269,7 @@ def unit_sizes(config, n_blocks: int, blocks_per_unit: int, first: int = 0) -> l
     parameters, at most 4 blocks, all of one size: dense ones and those with experts apart. In a
     model with a delta rule each block is a unit: compiled together, all but the first keep shifted
     copies of their convolution's input."""
-    blocks = block_costs(config, 0)[first : first + n_blocks]
+    blocks = block_costs(config)[first : first + n_blocks]
     alike = [(p, len(list(same))) for p, same in itertools.groupby(b.parameters for b in blocks)]
     sizes = []
     for parameters, n in [(0, n_blocks)] if blocks_per_unit else alike:

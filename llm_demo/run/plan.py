@@ -38,7 +38,7 @@ from llm_demo.machine.dist import from_rank0, once_per_node, same_on_all_nodes
 from llm_demo.machine.process import regular
 from llm_demo.machine.text import counted
 from llm_demo.model.adapters import decide_lora, factors_of
-from llm_demo.model.costs import flops_of_slot, heads_of, share_of_heads
+from llm_demo.model.costs import flops_of_slot, heads_of, share_of_heads, sizes_of
 from llm_demo.model.families import position_limit, window_of, without_window
 from llm_demo.model.model_folder import Source, find_source
 from llm_demo.model.source import fix_date
@@ -91,7 +91,8 @@ class Plan(NamedTuple):
         """Training FLOPs of a step on these rows."""
         lora, packs = self.compute.lora, self.data.train
         attended, active = packs.attended(rows), lora and lora.active
-        return rows.size * packs.seq_len * flops_of_slot(self.source.config, attended, active)
+        sizes = sizes_of(self.source.config)
+        return rows.size * packs.seq_len * flops_of_slot(sizes, attended, active)
 
 
 def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Callable) -> Plan:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from llm_demo.core.errors import UserError
 from llm_demo.machine.text import counted
-from llm_demo.model.costs import OVERHEAD, block_costs, head_cost
+from llm_demo.model.costs import OVERHEAD, block_costs, sizes_of
 
 # Measured on pipelines of 0.6B and 8B on two H200 (bench/LOG.md). The head takes less time for its
 # FLOPs than a block, because its products are larger.
@@ -72,8 +72,8 @@ def given_counts(config, pieces: int, partition: str) -> list[int] | None:
 
 def parameters(config) -> tuple[int, list[int], int]:
     """The matrix parameters of (embedding, each block, head)."""
-    head = head_cost(config).parameters
-    return head, [block.parameters for block in block_costs(config, 0)], head
+    sizes = sizes_of(config)
+    return sizes.embedding, [block.parameters for block in sizes.blocks], sizes.embedding
 
 
 def costs(
@@ -83,13 +83,13 @@ def costs(
     backward, as the FLOPs that a block does in that time.
 
     Checkpointing runs a block's forward twice: 4/3 of its FLOPs. The head's stay the same."""
-    tokens, head = micro_batch * seq_len, head_cost(config)
+    tokens, head = micro_batch * seq_len, 6 * sizes_of(config).embedding  # FLOPs of a token
     again = 4 / 3 if checkpointing else 1
     blocks = [
-        tokens * block.flops * again + OVERHEAD * 6 * block.parameters
-        for block in block_costs(config, seq_len)
+        tokens * block.flops(seq_len) * again + OVERHEAD * 6 * block.parameters
+        for block in block_costs(config)
     ]
-    return EMBEDDING * head.flops, blocks, (HEAD * tokens + OVERHEAD) * head.flops
+    return EMBEDDING * head, blocks, (HEAD * tokens + OVERHEAD) * head
 
 
 def describe_split(

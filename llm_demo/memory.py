@@ -1,0 +1,557 @@
+"""The peak memory of each rank, by a closed formula: nothing is built or allocated for it.
+
+`peaks` gives it for a model's sizes and a run's settings. --estimate prints it, `fit` searches with
+it, and scripts choose by it. tests/test_memory.py holds it against the rows of bench/results: never
+more than 8 % too low, nine of ten rows within 15 %.
+
+A rank's peak is that of the moment that takes most: when the loss is computed, and all activations
+are kept, or when the backward ends, and all gradients are there."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from llm_demo.core.attention import BUCKET
+from llm_demo.core.errors import UserError
+from llm_demo.core.loss import CHUNK_ROWS, SLIM
+from llm_demo.core.mesh import World
+from llm_demo.machine.device import dtype_name, free_host_memory, this_device
+from llm_demo.machine.dist import once_per_node
+from llm_demo.model.costs import MASTER_BYTES, MOMENT_BYTES, Cost, Sizes, on_a_rank, state_bytes
+from llm_demo.run.choices import has_fused_kernels
+
+GB = 2**30
+UNUSED, CONTEXT = "reserved, unused", "CUDA and NCCL"
+SCATTERED = 0.04  # of what is allocated: the allocator's free memory between it
+CONTEXT_GB = 1.2  # measured on two H100
+PROCESS = 2.1  # GiB of host memory: Python, PyTorch, CUDA; measured beside 0.6B to 14B on H200
+USABLE = 0.95  # share of a card's memory; the rest is for what the formula leaves out
+LONG = 8192  # tokens of a document from which on attention takes a good part of the forward
+CHOICES = 12  # bytes of a chosen expert with its probability
+STAY = 2  # inputs of blocks that --activations_on_host leaves on the device
+PIECE = 1 << 14  # tokens that a frozen MLP computes together
+STREAMED = 3 << 21  # elements that the host's optimizer has on the device at a time
+TOGETHER = 1 << 27  # elements of the matrices that PowerSGD multiplies at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What memory and time depend on besides the model. Fields that are flags have their names."""
+
+    engine: str  # fsdp, pp, fsdp_pp or zero
+    ranks: int  # that share the weights, of a stage or of the whole model
+    sharded: bool = True  # whether FSDP2 shards them
+    seq_len: int = 1024
+    micro_batch_size: int = 1
+    grad_accum_steps: int = 1
+    use_activation_checkpointing: bool = False
+    activation_memory_budget: float = 1.0
+    activations_on_host: bool = False
+    reshard_after_forward: bool = False
+    optimizer_on_host: bool = False
+    optim_state: str = "fp32"
+    sequence_parallel: int = 1
+    tensor_parallel: int = 1
+    expert_parallel: int = 1
+    replicas: str = "1"
+    psgd_rank: int = 0
+    blocks_per_unit: int = 0
+    stages: int = 1
+    schedule: str = "1f1b"
+    counts: tuple[int, ...] = ()  # blocks of each piece of a pipeline; (): one piece
+    zero: dict = dataclasses.field(default_factory=dict)  # DeepSpeed's zero_optimization
+    copies: bool = False  # whether checkpoints need a copy in host memory
+    dtype: str = "bf16"  # that is computed in
+    compile: bool = True
+    keys: float = 0  # keys per token whose probabilities are kept; 0: attention is a fused kernel
+    rule: str = "fla"  # of linear attention; chunked: operations of PyTorch
+    attention_kept: int = 0  # the last blocks whose attention is not computed again
+    lora: tuple | None = None  # a core.lora.Lora
+
+    @property
+    def size(self) -> int:
+        """Bytes of a number that is computed with."""
+        return 4 if self.dtype == "fp32" else 2
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch that a rank holds."""
+        shares = self.sequence_parallel * self.tensor_parallel
+        return self.micro_batch_size * self.seq_len // shares
+
+    @property
+    def with_master(self) -> int:
+        """Bytes of a weight and its master in one process, see core/masters.py."""
+        halves = self.dtype == "bf16" and self.compile  # of which one is the weight
+        return 4 if halves or self.size == 4 else 4 + self.size
+
+
+class Peak(NamedTuple):
+    """What a rank needs, in GiB (2**30 bytes)."""
+
+    parts: dict[str, float]  # of the device
+    host: float  # for what is offloaded, with the process
+    copies: float  # more of the host's, while a checkpoint is saved or read
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+def settings_of(engine: str, args, compute, train, ranks: int, **layout) -> Settings:
+    """Of a run. args: its flags; compute: a run.choices.Compute; train: rows, as data.Packs;
+    layout: other fields of Settings."""
+    given = {}
+    for field in dataclasses.fields(Settings):
+        if hasattr(args, field.name):
+            given[field.name] = getattr(args, field.name)
+    given["expert_parallel"] = getattr(args, "expert_parallel", None) or 1
+    of_run = {
+        "engine": engine,
+        "ranks": ranks,
+        "seq_len": train.seq_len,
+        "dtype": dtype_name(compute.dtype),
+        "compile": compute.compile,
+        "rule": compute.rule,
+        "lora": compute.lora,
+        "attention_kept": compute.attention_kept,
+        "keys": keys_kept(compute, train),
+    }
+    return Settings(**given | of_run | layout)
+
+
+def keys_kept(compute, train) -> float:
+    """Mean number of keys per token whose probabilities are kept: 0 by a fused kernel."""
+    if compute.attn_impl == "math":
+        return train.seq_len
+    if compute.attn_impl == "bucketed":
+        device = this_device()
+        if device.vendor != "amd" or has_fused_kernels(device):
+            return 0
+    elif compute.attn_impl != "bucketed_math":
+        return 0
+    lengths = np.diff(train.doc_start)
+    padded = np.minimum(-(-lengths // BUCKET) * BUCKET, train.seq_len)
+    return float((padded**2).sum() / lengths.sum())
+
+
+class Moment(NamedTuple):
+    """Bytes on the device."""
+
+    weights: float
+    optimizer: float
+    gradients: float
+    activations: float = 0
+    loss: float = 0
+
+
+def peaks(sizes: Sizes, settings: Settings) -> list[Peak]:
+    """Of each rank. Equal ranks share a Peak."""
+    found = []
+    for stage in range(settings.stages):
+        part = part_of(sizes, settings, stage)
+        if settings.engine in ("pp", "zero"):
+            moments = deepspeed_moments(sizes, settings, part)
+        elif settings.lora:
+            moments = lora_moments(sizes, settings, part)
+        else:
+            moments = fsdp_moments(sizes, settings, part)
+        most = max(moments, key=sum)
+        gb = {name: size / GB for name, size in most._asdict().items()}
+        gb[UNUSED] = SCATTERED * sum(gb.values())
+        gb[CONTEXT] = CONTEXT_GB
+        if host := host_bytes(sizes, settings):
+            host += PROCESS * GB
+        copies = settings.copies * part.shard * state_bytes(settings)
+        found += [Peak(gb, host / GB, copies / GB)] * settings.ranks
+    return found
+
+
+def fullest(sizes: Sizes, settings: Settings) -> Peak:
+    """Of the rank that needs most."""
+    return max(peaks(sizes, settings), key=lambda peak: peak.total)
+
+
+# ---------------------------------------------------------------- what a rank computes
+
+
+class Part(NamedTuple):
+    """The part of a model that a rank computes. Numbers of parameters, bytes of activations."""
+
+    blocks: list[float]  # of each block, when it is gathered
+    pieces: int
+    embedding: int  # 0 without embedding and head
+    whole: float  # all, when they are gathered
+    shard: float  # that this rank has of them
+    unit: float  # the largest that is gathered at once
+    activations: float  # when they and the loss take most
+    loss: float
+
+
+def part_of(sizes: Sizes, s: Settings, stage: int) -> Part:
+    counts = s.counts or (len(sizes.blocks),)
+    flight = in_flight(s, stage)
+    piece_of = [piece for piece, count in enumerate(counts) for _ in range(count)]
+    here = [block for block, piece in zip(sizes.blocks, piece_of, strict=True) if piece in flight]
+    blocks = [on_a_rank(block, s.tensor_parallel, s.expert_parallel) for block in here]
+    total = sum(block.parameters for block in here)
+    if s.lora and s.lora.in_4_bits:
+        stored = zip(blocks, s.lora.in_4_bits, strict=True)
+        blocks = [b - numbers + taken / s.size for b, (numbers, taken) in stored]
+        total = sum(blocks)
+    head = len(counts) - 1 in flight
+    ends = (0 in flight) + head
+    if sizes.tied and s.engine != "fsdp_pp":  # where a tied head is a copy
+        ends = min(ends, 1)
+    embedding = sizes.embedding if ends else 0
+    whole = sum(blocks) + ends * embedding
+    unit = blocks_of_unit(sizes, s) * max(blocks)
+    tokens = [s.tokens * flight.get(piece, 0) for piece in piece_of]
+    activations, loss = at_the_loss(sizes, s, tokens, head)
+    if s.stages > 1:  # outputs for the next stage, until their backward
+        activations += sum(flight.values()) * s.tokens * sizes.hidden * s.size
+    shard = (total + ends * embedding) / s.ranks
+    return Part(blocks, len(flight), embedding, whole, shard, unit, activations, loss)
+
+
+def blocks_of_unit(sizes: Sizes, s: Settings) -> int:
+    """Blocks that are compiled and sharded together, at most: see costs.unit_sizes."""
+    if s.activations_on_host:  # only a unit's input goes to the host
+        return 1
+    if s.blocks_per_unit or any(block.rule for block in sizes.blocks):
+        return s.blocks_per_unit or 1
+    return max(1, min(4, round(64e6 / min(block.parameters for block in sizes.blocks))))
+
+
+def in_flight(s: Settings, stage: int) -> dict[int, int]:
+    """{piece of the model that a stage has: micro-batches whose activations it holds when they take
+    most}."""
+    n, accum = s.stages, s.grad_accum_steps
+    if s.schedule == "interleaved":  # n micro-batches through a piece, then through the other
+        forwards = min(2 * accum, 2 * (n - 1 - stage) + n + 1, 3 * n + 1)
+        rounds, rest = divmod(forwards, 2 * n)
+        return {stage: rounds * n + min(rest, n), n + stage: rounds * n + max(0, rest - n)}
+    back = 2 * n - 1 - stage
+    if s.schedule == "dualpipev":
+        return {stage: 2 * n - stage, back: stage + 1}
+    if s.schedule == "v":
+        later = min(accum, n + stage, math.ceil(accum / 2) + stage)
+        return {stage: min(accum, 2 * n - 1), back: later}
+    return {stage: accum if s.schedule == "gpipe" else min(accum, n - stage)}
+
+
+# ---------------------------------------------------------------- activations and the loss
+
+
+def saved_bytes(sizes: Sizes, s: Settings) -> list[float]:
+    """Bytes per token that each block keeps if nothing is computed again: what products, norms,
+    attention and residual sums read."""
+    found, shares = [], s.tensor_parallel
+    for block in sizes.blocks:
+        numbers = (4 + block.chosen) * sizes.hidden + block.mixer + 3 * width_of(block, s)
+        if s.compile:
+            numbers *= s.activation_memory_budget
+        else:  # also the inputs of multiplications, and of norms a copy in fp32
+            numbers *= 2.4 if block.rule else 1.6
+        numbers += 2 * (shares - 1) * sizes.hidden  # whole rows before attention and MLP
+        if s.sequence_parallel > 1:  # the output of attention, for whole rows
+            numbers += sizes.heads.queries * sizes.heads.width
+        total = numbers * s.size
+        if block.chosen:  # the router's input and its probabilities, in fp32
+            total += 4 * (sizes.hidden + sizes.experts)
+        if s.keys and not block.rule:  # no fused kernel: in fp32, with probabilities
+            total += 4 * sizes.heads.queries * (3 * sizes.heads.width + s.keys)
+        if block.rule and s.rule == "chunked":  # in fp32, with the states between chunks
+            total += 90 * block.rule
+        found.append(total)
+    return found
+
+
+def width_of(block: Cost, s: Settings) -> float:
+    """Width of a block's network, less if it is frozen and computed again in pieces."""
+    if s.lora and s.use_activation_checkpointing:
+        return block.width * min(1, PIECE / s.tokens)
+    return block.width
+
+
+def passing_bytes(sizes: Sizes, s: Settings) -> list[float]:
+    """Bytes per token that exist only while each block's backward runs: what is computed again, and
+    gradients beside it."""
+    heads, found = sizes.heads, []
+    of_queries = heads.queries * heads.width
+    for block, again in zip(sizes.blocks, saved_bytes(sizes, s), strict=True):
+        numbers = 2 * block.chosen * sizes.hidden  # inputs of experts, in two orders
+        if s.tensor_parallel > 1:  # sums, sent and received
+            numbers += 2 * s.tensor_parallel * sizes.hidden
+        if s.sequence_parallel > 1:  # slices for heads, sent and received
+            numbers += 4 * of_queries
+        total = numbers * s.size + 8 * heads.queries * s.keys
+        if s.use_activation_checkpointing:
+            # gradients of queries, keys and values, some in fp32, or of a delta rule
+            attention = heads.width * (
+                s.size * (4 * heads.queries + 2 * heads.keys) + 4 * heads.queries
+            )
+            if block.rule:
+                attention = 56 * block.rule
+            network = width_of(block, s) * s.size
+            total += again
+            if not block.chosen:  # when attention's gradients come, the MLP's memory is free
+                total += max(network, attention - 3 * network)
+        found.append(total)
+    return found
+
+
+def loss_bytes(sizes: Sizes, s: Settings) -> float:
+    """Bytes of a chunk's logits, which become their gradient, and of the head's gradient."""
+    rows = min(CHUNK_ROWS // SLIM if s.lora else CHUNK_ROWS, s.tokens)
+    logits, head = rows * sizes.vocabulary * s.size, sizes.embedding * s.size
+    # in place if compiled or in fp32
+    copy = 0 if s.compile or s.size == 4 else rows * sizes.vocabulary * 4
+    if s.lora:
+        return logits + copy
+    if s.tokens > CHUNK_ROWS:  # the head's gradient is summed in fp32
+        return sizes.embedding * 4 + max(logits + copy, head)
+    return logits + max(copy, head)
+
+
+def attention_bytes(sizes: Sizes, s: Settings) -> int:
+    """Bytes per token of what a block's attention returned, with the logarithms of the sums."""
+    return sizes.heads.queries * (sizes.heads.values * s.size + 4)
+
+
+def at_the_loss(
+    sizes: Sizes, s: Settings, tokens: list[float], head: bool = True
+) -> tuple[float, float]:
+    """Bytes of (activations, the loss) when they take most. tokens: whose activations each block
+    keeps; 0: it is on another rank. head: whether the loss is computed here."""
+    kept = saved_bytes(sizes, s)
+    if s.use_activation_checkpointing:  # inputs, and so that recomputation has them, choices
+        kept = [sizes.hidden * s.size + CHOICES * block.chosen for block in sizes.blocks]
+    total = sum(count * size for count, size in zip(tokens, kept, strict=True))
+    if s.activations_on_host:
+        total -= sum(tokens[STAY + 1 :]) * sizes.hidden * s.size
+    if s.attention_kept:
+        total += sum(tokens[-s.attention_kept :]) * attention_bytes(sizes, s)
+    if s.expert_parallel > 1:  # all ranks' tokens, their sums, and the gradients of both
+        total += 4 * s.expert_parallel * s.tokens * sizes.hidden * s.size
+    passing = zip(tokens, passing_bytes(sizes, s), strict=True)
+    backward = s.tokens * max(size for count, size in passing if count)
+    loss = loss_bytes(sizes, s) if head else 0
+    return (total, loss) if loss >= backward else (total + backward, 0)
+
+
+# ---------------------------------------------------------------- weights and gradients
+
+
+def fsdp_moments(sizes: Sizes, s: Settings, part: Part) -> list[Moment]:
+    """Of FSDP2, in a pipeline or not, and of one process."""
+    size, embedding, unit, shard = s.size, part.embedding, part.unit, part.shard
+    sums_each = s.optimizer_on_host or s.reshard_after_forward and s.replicas == "1"
+    sums_each = sums_each and s.engine == "fsdp"
+    # whether there are sums of gradients when the loss is computed
+    between = s.grad_accum_steps > 1 or s.optimizer_on_host or s.stages > 1
+    sums = 4 * part.whole * between
+    if s.sharded:
+        stored = shard * (size if s.optimizer_on_host else MASTER_BYTES)
+        weights = at_end = stored + gathered(sizes, s, part) * size
+        # the embedding's gradient, as it is sent and received
+        gradients = sums + embedding * 4 * (1 + 1 / s.ranks)
+        if sums_each or not between:
+            sums = 4 * shard * between
+            at_end = stored + (embedding + unit) * size
+            sent = size + 4 + 4 / s.ranks
+            if s.optimizer_on_host:  # in the compute dtype
+                sent = size * (2 if s.use_activation_checkpointing else 3)
+            gradients = 4 * shard + embedding * sent
+    else:
+        weights = at_end = part.whole * (size if s.optimizer_on_host else s.with_master)
+        # a micro-batch's exist until they are added
+        gradients = sums + part.whole / part.pieces * size
+        if s.optimizer_on_host:  # a unit's
+            gradients = sums + max(unit, embedding) * size
+        elif not between:  # a unit's are copied
+            gradients += max(unit, part.whole - sum(part.blocks)) * size
+    optimizer = shard * MOMENT_BYTES[s.optim_state]
+    if s.optimizer_on_host:
+        optimizer = STREAMED * state_bytes(s)
+    if s.psgd_rank:  # its errors, and two sets of matrices that are multiplied
+        optimizer += 4 * shard + 8 * min(shard, max(TOGETHER, embedding / s.ranks))
+    found = [
+        Moment(weights, optimizer, sums, part.activations, part.loss),
+        Moment(at_end, optimizer, gradients),
+    ]
+    if s.sharded and s.use_activation_checkpointing and s.engine == "fsdp":
+        # the first block's, when all gradients are there
+        again = s.tokens * passing_bytes(sizes, s)[0]
+        found.append(Moment(at_end, optimizer, 4 * (shard + unit), again))
+    return found
+
+
+def gathered(sizes: Sizes, s: Settings, part: Part) -> float:
+    """Parameters that are gathered when the loss is computed."""
+    total = part.whole
+    if s.reshard_after_forward:
+        total += 2 * part.unit - sum(part.blocks)
+    # with the host's optimizer the embedding is freed after the forward
+    freed = s.optimizer_on_host and s.reshard_after_forward and not sizes.tied
+    if s.engine == "fsdp" and s.ranks > 1 and s.size < 4 and not freed:
+        total += part.embedding  # a buffer for embedding or head
+    return total
+
+
+def lora_moments(sizes: Sizes, s: Settings, part: Part) -> list[Moment]:
+    """Of adapters: the model has neither masters nor gradients."""
+    trained = s.lora.parameters / s.ranks
+    own = s.lora.parameters - s.lora.routed * (1 - 1 / s.expert_parallel)
+    weights = part.whole * s.size
+    if s.sharded:
+        weights = (part.shard + gathered(sizes, s, part)) * s.size
+    weights += own * s.size + trained * MASTER_BYTES
+    if s.lora.in_4_bits:  # one matrix at a time has its values
+        weights += sizes.hidden * max(block.width for block in sizes.blocks) * s.size
+    optimizer = trained * MOMENT_BYTES[s.optim_state]
+    gradients = own * 4 if s.grad_accum_steps > 1 else 0
+    return [Moment(weights, optimizer, gradients, part.activations, part.loss)]
+
+
+def deepspeed_moments(sizes: Sizes, s: Settings, part: Part) -> list[Moment]:
+    """Of ZeRO, and of a pipeline with ZeRO's first stage."""
+    whole, embedding, size, shard = part.whole, part.embedding, s.size, part.shard
+    stage, on_host = s.zero.get("stage", 1), "offload_optimizer" in s.zero
+    bucket = min(s.zero.get("reduce_bucket_size", 5e8), whole)
+    weights = at_end = whole
+    if stage == 3:
+        stored = 0 if "offload_param" in s.zero else shard
+        live = min(s.zero.get("stage3_max_live_parameters", 1e9), whole)
+        at_end = stored + embedding + part.unit
+        weights = max(at_end, stored + live)
+    masters = optimizer = sums = 0
+    if not on_host:
+        masters, optimizer = shard * MASTER_BYTES, shard * MOMENT_BYTES[s.optim_state]
+        sums = 4 * (whole if stage == 1 else shard)
+    gradients = sums + part.unit * size
+    if stage == 1 and s.dtype != "bf16":  # a bucket, and one more while it is reduced
+        sums += 4 * bucket
+        gradients = sums + 4 * bucket
+        if size == 4:  # the step copies them; sums are kept beside a micro-batch's
+            gradients += 4 * (whole + shard)
+            sums += 4 * whole * (s.grad_accum_steps > 1)
+    if stage > 1:  # a bucket, and the embedding's gradient, in the compute dtype and in fp32
+        gradients = sums + (bucket + embedding) * (4 + size)
+        sums += bucket * size
+    if stage == 3:  # more buffers: fitted to measured rows
+        sums += bucket * 4
+        gradients += bucket * size + embedding * 6
+    still = 0
+    if s.engine == "zero" and not sizes.tied:  # its head is reduced before any block's backward
+        still = part.activations
+    return [
+        Moment(weights * size + masters, optimizer, sums, part.activations, part.loss),
+        Moment(at_end * size + masters, optimizer, gradients, still),
+    ]
+
+
+def host_bytes(sizes: Sizes, s: Settings) -> float:
+    """Bytes of host memory for what is offloaded. DeepSpeed has masters and moments in fp32, with
+    stage 3 the gradients twice and with offload_param the weights twice, in one buffer and in
+    pieces."""
+    share, total = sizes.parameters / s.ranks, 0
+    if s.optimizer_on_host:
+        total += state_bytes(s) * share
+    if s.activations_on_host:
+        total += (len(sizes.blocks) - 1) * s.tokens * sizes.hidden * s.size
+    if offload := s.zero.get("offload_param"):
+        total += pinned(share * s.size, offload) + share * s.size
+    if offload := s.zero.get("offload_optimizer"):
+        buffer = pinned(share * 4, offload)
+        total += 2 * buffer + share * 8
+        # gradients, or the weights on their way to the device
+        total += buffer if s.zero["stage"] == 3 else sizes.parameters * s.size
+    return total
+
+
+def pinned(size: float, offload: dict) -> float:
+    """Bytes of a buffer: PyTorch rounds pinned memory up to a power of two."""
+    return 2 ** math.ceil(math.log2(max(size, 1))) if offload.get("pin_memory") else size
+
+
+# ---------------------------------------------------------------- what it is asked for
+
+
+def capacity_of(args) -> float:
+    """GiB of a card for all that `peaks` counts, 0 if unknown. --device_memory_gb does not limit
+    CUDA and NCCL."""
+    limit = args.device_memory_gb
+    return limit + CONTEXT_GB if limit else this_device().memory_gb
+
+
+def attention_kept(sizes: Sizes, settings: Settings, capacity: float) -> tuple[int, float]:
+    """(how many of the last blocks, if recomputed, can keep what attention returned, the GiB that
+    this takes). Whole units do."""
+    n, unit = len(sizes.blocks), blocks_of_unit(sizes, settings)
+    for blocks in (n, *range((n - 1) // unit * unit, -1, -unit)):
+        keeping = dataclasses.replace(settings, attention_kept=blocks)
+        needed = fullest(sizes, keeping).total
+        if needed < USABLE * capacity:
+            break
+    return blocks, needed
+
+
+def report(ranks: list[Peak], args) -> str:
+    """What --estimate prints: a table of the parts, with a warning if they come near what a card
+    has, and host memory."""
+    device, capacity = this_device(), capacity_of(args)
+    names, note = [*ranks[0].parts], ""
+    if device.type == "cpu":  # without an allocator and CUDA
+        names = names[:-2]
+        note = "\nthis is the run on this machine's CPU; --card estimates it on a GPU"
+    rows = {name: [peak.parts[name] for peak in ranks] for name in names}
+    totals = rows["total"] = [sum(column) for column in zip(*rows.values(), strict=True)]
+    width = max(map(len, rows))
+    text = f"estimated peak memory of each rank on {device}, in GiB (2**30 bytes):"
+    for name, row in rows.items():
+        text += f"\n  {name:{width}} " + " ".join(f"{gb:7.1f}" for gb in row)
+    text += note
+    if capacity and max(totals) > USABLE * capacity:
+        text += f"\nwarning: this may not fit into {capacity:.1f} GiB"
+    host, copies = sum(peak.host for peak in ranks), sum(peak.copies for peak in ranks)
+    if host or copies:
+        text += f"\nhost memory: {in_words(host, copies)}, for all ranks"
+    return text
+
+
+def in_words(offloaded: float, copies: float) -> str:
+    words = []
+    if offloaded:
+        words.append(f"{offloaded:.1f} GiB for what is offloaded")
+    if copies:
+        words.append(f"{copies:.1f} GiB while a checkpoint is saved or read")
+    return " and ".join(words)
+
+
+def check_host(ranks: list[Peak], args, world: World, say: Callable, advice: str) -> None:
+    """Check each node's host memory before anything is allocated, and say what is offloaded. Every
+    rank calls. Raises UserError, with the advice, if a node has too little."""
+    node = ranks[world.rank - world.local_rank :][: world.local_size]
+    # the processes have started already
+    kept = sum(max(0, peak.host - PROCESS) for peak in node)
+    copies = sum(peak.copies for peak in node)
+
+    def check() -> str:
+        free, needed = free_host_memory() / GB, in_words(kept, copies)
+        if kept + copies > free:
+            if kept < free and not args.resume:
+                needed_less = f"add --no_save, or {advice}"
+            else:
+                needed_less = advice
+            raise UserError(
+                f"host memory: this node needs {needed}, and {free:.1f} GiB are free: {needed_less}"
+            )
+        return f"host memory: {needed}, of {free:.1f} GiB free"
+
+    said = once_per_node(world, check)
+    if kept:
+        say(said)

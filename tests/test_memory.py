@@ -1,0 +1,414 @@
+"""The memory expected, against the peaks measured on GPUs that are kept under bench/results, and
+what is decided and printed by it."""
+
+import functools
+import itertools
+import json
+import re
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, ZERO, args_with, run
+from test_attention import MI100, MI210, MI300, latent
+from transformers import LlamaConfig, Qwen2MoeConfig, Qwen3MoeConfig
+
+from bench.presets import name_of
+from bench.run import PEERS
+from fsdp.by_memory import attention_kept, choose_spread, refuse_replicas
+from fsdp_pp import orders
+from llm_demo import memory
+from llm_demo.core.errors import UserError
+from llm_demo.core.mesh import World
+from llm_demo.machine import device
+from llm_demo.machine.device import DTYPES
+from llm_demo.memory import CONTEXT, GB, PROCESS, UNUSED, Peak, Settings, peaks, settings_of
+from llm_demo.model.adapters import choose_lora
+from llm_demo.model.costs import sizes_of
+from llm_demo.model.source import load_config
+from llm_demo.run import choices
+from llm_demo.run.choices import Compute
+
+FILES = sorted(ROOT.glob("bench/results/h[12]00*/*.jsonl"))  # a CPU's rows have no device memory
+DOCUMENTS = np.random.default_rng(0).lognormal(5.0, 0.35, 1638).astype(int)  # as bench.run's
+# of rows measured before these existed; "replicas" then meant what is data_parallel now
+BEFORE = {"optimizer_on_host": False, "psgd_rank": 0}
+
+
+def measured():
+    """The rows of ours."""
+    lines = itertools.chain(*(file.read_text().splitlines() for file in FILES))
+    for result in map(json.loads, lines):
+        ours = result["status"] == "ok" and result["row"]["engine"] not in PEERS
+        if ours and "torch_1f1b" not in result["row"]["flags"]:  # that schedule has gone
+            yield result
+
+
+@functools.cache
+def config_of(model, seq_len):
+    return load_config(ROOT / model, seq_len)
+
+
+def switches_of(file):
+    return json.loads((ROOT / file).read_text())["zero_optimization"]
+
+
+def settings_of_row(result) -> Settings:
+    row, given = result["row"], result["config"]
+    args = args_with(**{**BEFORE, "data_parallel": given.get("replicas"), **given})
+    config, full = config_of(row["model"], args.seq_len), row["data"] == "full"
+    lengths = [args.seq_len] if full else DOCUMENTS
+    train = SimpleNamespace(seq_len=args.seq_len, doc_start=np.cumsum([0, *lengths]))
+    compute = Compute(DTYPES[args.dtype], args.attn_impl, args.compile, rule="fla")
+    chosen = config.num_hidden_layers if args.seq_len > 65_536 and row["data"] != "packed" else 0
+    kept = given.get("attention_kept", chosen)
+    compute = compute._replace(attention_kept=kept)
+    if given.get("lora_rank"):
+        compute = compute._replace(lora=choose_lora(args, config, {}))
+    layout = {"replicas": "1", "ranks": args.data_parallel}
+    if row["engine"] == "fsdp":
+        ranks = args.data_parallel * args.sequence_parallel * args.tensor_parallel
+        copies = getattr(args, "replicas", None) == "all"
+        layout = {"ranks": 1 if copies else ranks, "sharded": bool(args.fsdp)}
+        layout["replicas"] = "all" if copies else "1"
+        if not result["summary"].get("reserved_gb"):  # resharding did not sum each micro-batch
+            layout["replicas"] = "all"
+    elif row["engine"] == "fsdp_pp":
+        layout["sharded"] = args.data_parallel > 1
+    else:
+        layout["zero"] = switches_of(args.deepspeed_config)
+    if row["engine"] in ("pp", "fsdp_pp"):
+        layout["counts"] = tuple(map(int, args.partition.split(",")))
+    return settings_of(row["engine"], args, compute, train, **layout)
+
+
+def error(result) -> float:
+    """By how much the fullest rank is expected to need more than it did."""
+    row, summary, settings = result["row"], result["summary"], settings_of_row(result)
+    sizes = sizes_of(config_of(row["model"], row["seq_len"]))
+    took, beside = summary.get("reserved_gb"), {CONTEXT}
+    if not took:  # as rows were recorded before
+        took, beside = summary["peak_mem_gb"], {CONTEXT, UNUSED}
+    expected = []
+    for peak in peaks(sizes, settings):
+        expected.append(sum(gb for name, gb in peak.parts.items() if name not in beside))
+        if peak.parts["loss"] and "device_memory_gb" not in result["config"]:
+            # logits and their gradient were two tensors then
+            expected[-1] += min(4096, settings.tokens) * sizes.vocabulary * settings.size / GB
+    return max(expected) / max(took) - 1
+
+
+def test_every_measured_row_is_within_the_floors():
+    errors = []
+    for result in measured():
+        row, wrong = result["row"], error(result)
+        assert wrong >= -0.08, name_of(row)
+        mixture = "moe" in config_of(row["model"], row["seq_len"]).model_type
+        assert wrong <= (0.25 if mixture else 0.12), name_of(row)
+        errors.append(abs(wrong))
+    assert len(errors) >= 330 and np.mean(np.array(errors) <= 0.15) >= 0.9
+
+
+def test_host_memory_is_within_a_tenth():
+    count = 0
+    for result in measured():
+        if not re.search("on_host|offload", result["row"]["flags"]):
+            continue
+        sizes = sizes_of(config_of(result["row"]["model"], result["row"]["seq_len"]))
+        expected = sum(peak.host for peak in peaks(sizes, settings_of_row(result)))
+        assert expected == pytest.approx(sum(result["summary"]["peak_host_gb"]), rel=0.1)
+        count += 1
+    assert count > 20
+
+
+def test_attention_is_kept_as_in_measured_rows():
+    count = 0
+    for result in measured():
+        recorded = result["config"].get("attention_kept")
+        if not recorded:
+            continue
+        settings = memory.dataclasses.replace(settings_of_row(result), attention_kept=0)
+        sizes = sizes_of(config_of(result["row"]["model"], result["row"]["seq_len"]))
+        limit = result["config"]["device_memory_gb"]
+        card = 139.8 if "H200" in result["env"]["device"] else 79.2
+        capacity = limit + memory.CONTEXT_GB if limit else card
+        assert memory.attention_kept(sizes, settings, capacity)[0] == recorded
+        count += 1
+    assert count > 8
+
+
+# ---------------------------------------------------------------- terms, by hand
+
+EIGHT = load_config(ROOT / "models/qwen3-8b", 1024)
+SIZES = sizes_of(EIGHT)
+TOTAL = 8_190_427_136  # without norms
+END = 151_936 * 4096
+FULL = SimpleNamespace(seq_len=1024, longest=1024, doc_start=[0, 1024])
+BF16 = Compute(torch.bfloat16, "sdpa", compile=True)
+
+
+def parts_of(engine="fsdp", sizes=SIZES, **given):
+    """Bytes by part, of rank 0."""
+    (peak, *_) = peaks(sizes, Settings(engine=engine, **{"ranks": 2, **given}))
+    return {name: gb * GB for name, gb in peak.parts.items()}
+
+
+def test_fsdp_holds_a_share_of_masters_and_moments():
+    ends = 2 * END
+    long = {"micro_batch_size": 64}  # so that activations decide
+    for given, weights, gradients in (
+        ({}, TOTAL / 2 * 4 + (TOTAL + END) * 2, 0),
+        ({"grad_accum_steps": 2}, TOTAL / 2 * 4 + (TOTAL + END) * 2, TOTAL * 4),
+        ({"ranks": 1, "sharded": False}, TOTAL * 4, 0),
+        ({"optimizer_on_host": True}, TOTAL / 2 * 2 + (TOTAL + END) * 2, TOTAL / 2 * 4),
+    ):
+        parts = parts_of(**given, **long)
+        assert parts["weights"] == pytest.approx(weights)
+        assert parts["gradients"] == pytest.approx(gradients)
+        if "optimizer_on_host" not in given:
+            assert parts["optimizer"] == pytest.approx(TOTAL * 8 / given.get("ranks", 2))
+    block = SIZES.blocks[0].parameters
+    parts = parts_of(reshard_after_forward=True, grad_accum_steps=2, **long)
+    assert parts["weights"] == pytest.approx(TOTAL * 2 + (ends + END + 2 * block) * 2)
+    assert parts["gradients"] == pytest.approx(TOTAL * 2)
+
+
+def test_moments_in_bf16_take_half():
+    for engine, more in (("fsdp", {}), ("fsdp_pp", {"stages": 2, "counts": (18, 18)})):
+        wide, low = (parts_of(engine, optim_state=kind, **more) for kind in ("fp32", "bf16"))
+        assert low["optimizer"] == pytest.approx(wide["optimizer"] / 2)
+    hosts = []
+    for kind in ("fp32", "bf16"):
+        settings = Settings(engine="fsdp", ranks=2, optimizer_on_host=True, optim_state=kind)
+        hosts.append((peaks(SIZES, settings)[0].host - PROCESS) * GB)
+    assert hosts == pytest.approx([TOTAL / 2 * 12, TOTAL / 2 * 8])
+
+
+def test_errors_of_powersgd_are_counted():
+    plain, more = (parts_of(psgd_rank=rank)["optimizer"] for rank in (0, 32))
+    assert more - plain == pytest.approx(4 * TOTAL / 2 + 8 * END / 2)
+
+
+def test_a_frozen_8b_takes_two_bytes_a_weight():
+    args = args_with(lora_rank=16, lora_alpha=32.0, lora_dropout=0.0, lora_targets="all-linear",
+                     base_bits=16)  # fmt: skip
+    lora = choose_lora(args, EIGHT, {})
+    d, inner, kv = 4096, 12288, 1024  # by hand: q, k, v, o; gate, up, down
+    widths = [2 * d, d + kv, d + kv, 2 * d, d + inner, d + inner, d + inner]
+    own = lora.parameters
+    assert own == 36 * 16 * sum(widths) == 43_646_976
+    given = {"lora": lora, "micro_batch_size": 4, "use_activation_checkpointing": True}
+    parts = parts_of(ranks=1, sharded=False, **given)
+    assert parts["weights"] == pytest.approx(2 * TOTAL + (2 + 4) * own)
+    assert parts["optimizer"] == pytest.approx(8 * own)
+    assert parts["loss"] == 0  # a chunk's logits take less than a block's backward
+    assert sum(parts.values()) < 22 * GB
+    shards = parts_of(**given)
+    assert shards["weights"] == pytest.approx(TOTAL + 2 * own + 2 * (TOTAL + own + END))
+
+
+def test_replicas_of_a_pipeline_share_masters_and_moments():
+    """Three blocks of 393,216 matrix weights a stage, and the tied embedding."""
+    sizes = sizes_of(load_config(ROOT / "models/qwen3-tiny", 128))
+    params = 3 * 393_216 + 4096 * 192
+    for replicas in (1, 2, 4):
+        settings = Settings(engine="pp", ranks=replicas, stages=2, counts=(3, 3), seq_len=128,
+                            micro_batch_size=64, copies=True)  # fmt: skip
+        ranks = peaks(sizes, settings)
+        assert len(ranks) == 2 * replicas
+        for peak in ranks:
+            each = [peak.parts[k] * GB / params for k in ("weights", "optimizer", "gradients")]
+            # bf16 weights here and fp32 ones shared, two fp32 moments shared, fp32 sums here
+            assert each == pytest.approx([2 + 4 / replicas, 8 / replicas, 4])
+            assert peak.copies * GB == pytest.approx(12 * params / replicas)
+
+
+def test_zero_shards_more_with_each_stage():
+    kept, hosts = {}, {}
+    for name, (_, file) in ZERO.items():
+        settings = Settings(engine="zero", ranks=2, micro_batch_size=4, zero=switches_of(file))
+        peak = peaks(SIZES, settings)[0]
+        kept[name], hosts[name] = peak.total, peak.host
+        if "offload" not in name:
+            assert peak.parts["optimizer"] * GB == pytest.approx(4 * TOTAL)
+    assert kept["zero1"] > kept["zero2"] > kept["zero3"] > kept["zero3_offload"]
+    assert kept["zero2"] > kept["zero2_offload"] > kept["zero3_offload"]
+    assert [hosts[name] for name in ("zero1", "zero2", "zero3")] == [0, 0, 0]
+
+
+def test_shares_of_rows_and_matrices_and_experts():
+    given = {"ranks": 4, "micro_batch_size": 4, "seq_len": 8192}
+    whole, half = (parts_of(sequence_parallel=n, **given) for n in (1, 2))
+    assert half["weights"] == whole["weights"]
+    assert 0.5 < half["activations"] / whole["activations"] < 0.7
+    cut = sum(block.cut for block in SIZES.blocks)
+    shares = parts_of(tensor_parallel=2, **given)
+    assert whole["weights"] - shares["weights"] == pytest.approx(cut / 2 * 2)
+    moe = sizes_of(load_config(ROOT / "models/qwen3-30b-a3b-6l", 4096))
+    routed = sum(block.routed for block in moe.blocks)
+    one, two = (parts_of(sizes=moe, expert_parallel=n, **given)["weights"] for n in (1, 2))
+    assert one - two == pytest.approx(routed / 2 * 2)
+
+
+SMALL = dict(
+    vocab_size=512, hidden_size=256, intermediate_size=512, num_attention_heads=4,
+    num_key_value_heads=2, num_hidden_layers=2,
+)  # fmt: skip
+MIXED = dict(SMALL, num_experts=8, num_experts_per_tok=4, moe_intermediate_size=128)
+
+
+@pytest.mark.parametrize(
+    "config, compiled, plain",
+    [
+        (LlamaConfig(head_dim=64, **SMALL), 3328, 4932),
+        (EIGHT, 68_608, 107_732),
+        (Qwen3MoeConfig(head_dim=64, **MIXED), 4736, 7970),
+        (Qwen2MoeConfig(shared_expert_intermediate_size=384, **MIXED), 5760, 8959),
+        (latent(hidden_size=256, intermediate_size=512, moe_intermediate_size=128,
+                kv_lora_rank=96, q_lora_rank=160, qk_rope_head_dim=32, qk_nope_head_dim=64,
+                v_head_dim=96, num_experts_per_tok=4), 6688, 10_002),
+        (load_config(ROOT / "models/qwen3.5-4b-like", 1024), 66_560, 156_966),
+    ],
+    ids=["llama", "qwen3", "qwen3_moe", "qwen2_moe", "deepseek", "qwen3_5"],
+)  # fmt: skip
+def test_blocks_keep_about_what_autograd_saves(config, compiled, plain):
+    """Numbers of 16 bits per token, as counted once by hooks on saved tensors of a block."""
+    sizes = sizes_of(config)
+    i = next((i for i, block in enumerate(sizes.blocks) if block.chosen), 0)
+    for counted, compile in ((compiled, True), (plain, False)):
+        settings = Settings(engine="fsdp", ranks=1, compile=compile)
+        assert 0.95 < memory.saved_bytes(sizes, settings)[i] / 2 / counted < 1.25
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "v", "dualpipev"])
+def test_what_a_schedule_holds(schedule):
+    from deepspeed.runtime.pipe.schedule import (
+        BackwardPass,
+        DualPipeVSchedule,
+        ForwardPass,
+    )
+
+    for stages, rounds in itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 8)):
+        for accum in {stages * rounds, stages * 2 * rounds}:
+            for stage in range(stages):
+                settings = Settings(engine="pp", ranks=1, stages=stages, schedule=schedule,
+                                    grad_accum_steps=accum)  # fmt: skip
+                found = memory.in_flight(settings, stage)
+                if schedule != "dualpipev":
+                    expected = orders.in_flight(orders.order(schedule, stages, stage, accum))
+                    assert {k: v for k, v in found.items() if v} == expected
+                    continue
+                if accum < 2 * stages:
+                    continue
+                now = most = np.zeros(2, int)
+                for step in DualPipeVSchedule(accum, stages, stage).steps():
+                    for work in step:
+                        if type(work) in (ForwardPass, BackwardPass):
+                            now = now.copy()
+                            now[work.phase] += 1 if type(work) is ForwardPass else -1
+                            most = now if now.sum() > most.sum() else most
+                assert [*found.values()] == most.tolist()
+
+
+# ---------------------------------------------------------------- what is decided
+
+
+def flags(**more):
+    """Flags of every script."""
+    given = dict(
+        micro_batch_size=1, grad_accum_steps=1, save=True, resume=None,
+        device_memory_gb=80.0, blocks_per_unit=0, use_activation_checkpointing=True,
+        activation_memory_budget=1.0, reshard_after_forward=False, optimizer_on_host=False,
+        psgd_rank=0, replicas="1", expert_parallel=None,
+    )  # fmt: skip
+    return args_with(**given | more)
+
+
+def test_copies_that_do_not_fit_are_refused():
+    args = flags(replicas="all")
+    refuse_replicas(args, EIGHT, BF16, FULL, 2, 2)  # two GPUs to a copy
+    with pytest.raises(UserError, match=r"copy on 1 GPU\(s\) needs .* fewer replicas than 4"):
+        refuse_replicas(args, EIGHT, BF16, FULL, 1, 4)
+
+
+def test_experts_are_spread_over_the_fewest_ranks_that_fit(monkeypatch):
+    config = load_config(ROOT / "models/qwen3-30b-a3b", 1024)
+    world, said = World(0, 8, 0, torch.device("cpu")), []
+    monkeypatch.setattr("fsdp.by_memory.from_rank0", lambda world, function: function())
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    log = SimpleNamespace(say=said.append, resolved=lambda **more: None)
+    for gb, spread, why in ((180, 1, "they fit"), (100, 2, "fewest that fit"), (9, 8, "least mem")):
+        args = flags(device_memory_gb=float(gb), reshard_after_forward=False)
+        assert choose_spread(args, config, BF16, FULL, world, log) == spread
+        assert why in said.pop()
+
+
+def test_when_attention_is_kept():
+    rows = 131_072
+    train = SimpleNamespace(seq_len=rows, longest=rows, doc_start=[0, rows])
+
+    def choose(train=train, attn="sdpa", **more):
+        args = flags(reshard_after_forward=True, **more)
+        return attention_kept(args, EIGHT, BF16._replace(attn_impl=attn), train, 2, True, 1)
+
+    each = rows * memory.attention_bytes(SIZES, Settings(engine="fsdp", ranks=2)) / GB
+    all_kept, needed = choose(device_memory_gb=1000)[0], choose(device_memory_gb=1000)[1]
+    assert all_kept == 36 and "of 1001 GiB with 36" in needed
+    limit = float(re.search(r"about (\d+)", needed)[1]) / memory.USABLE - memory.CONTEXT_GB
+    fewer = choose(device_memory_gb=limit - 9.5 * each)[0]
+    assert 24 <= fewer <= 28
+    assert choose(device_memory_gb=20)[0] == 0
+    assert choose(attn="math", device_memory_gb=1000) == (0, "math is no fused kernel here")
+    short = SimpleNamespace(seq_len=rows, longest=8191)
+    assert choose(short, device_memory_gb=1000) == (0, "documents are short")
+    assert choose(device_memory_gb=0) == (0, "the memory of this device is not known")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fused_attention_does_not_depend_on_varlen_attn(dtype, monkeypatch):
+    """PyTorch 2.9 has none, and it takes no fp32, but its SDPA is fused on these cards."""
+    monkeypatch.setattr(choices.importlib.util, "find_spec", lambda name: None)
+    train = SimpleNamespace(seq_len=1024, doc_start=np.arange(0, 8193, 1024))
+    for card, keys in ((MI210, 0), (MI300, 0), (MI100, 1024)):
+        monkeypatch.setitem(device._planned, "card", card)
+        assert memory.keys_kept(Compute(dtype, "bucketed", False), train) == keys
+
+
+# ---------------------------------------------------------------- what is printed and checked
+
+
+def test_the_flag_prints_and_makes_nothing(tmp_path):
+    flags = ["--estimate", "--output_dir", tmp_path / "run", "--seq_len", "64"]
+    flags += ["--device_memory_gb", "1"]  # also without a GPU
+    done = run(["bash", ROOT / "pp/launch_pp.sh", *flags], PYTHON=sys.executable)
+    assert done.returncode == 0, done.stderr
+    assert "estimated peak memory" in done.stdout and "total" in done.stdout
+    assert "step " not in done.stdout and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("free, more, said", [
+    (100, {}, None),
+    (50, {}, "needs 20.0 GiB for what is offloaded and 40.0 GiB while a checkpoint is saved or "
+     "read, and 50.0 GiB are free: add --no_save, or use more nodes"),
+    (50, {"resume": "auto"}, "free: use more nodes"),
+    (10, {}, "free: use more nodes"),
+])  # fmt: skip
+def test_the_memory_of_each_node_is_checked(free, more, said, monkeypatch):
+    """Two nodes of two ranks. The processes are there already. Not saving is a way out only of
+    copies that do not fit."""
+    here, other = Peak({"weights": 1.0}, PROCESS + 10, 20), Peak({"weights": 1.0}, 0, 0)
+    world, lines = World(2, 4, 0, torch.device("cpu")), []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(memory, "once_per_node", lambda world, check: check())
+    monkeypatch.setattr(memory, "free_host_memory", lambda: free * GB)
+    ranks = [other, other, here, here]
+    if said:
+        with pytest.raises(UserError, match=said):
+            memory.check_host(ranks, flags(**more), world, lines.append, "use more nodes")
+    else:
+        memory.check_host(ranks, flags(**more), world, lines.append, "use more nodes")
+        assert "20.0 GiB for what is offloaded and 40.0 GiB while" in lines[0]
+    text = memory.report([here._replace(parts={**here.parts, UNUSED: 0, CONTEXT: 0})], flags())
+    assert "12.1 GiB for what is offloaded and 20.0 GiB while a checkpoint" in text
