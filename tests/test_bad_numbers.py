@@ -135,11 +135,7 @@ def test_variables_of_the_launchers(name, monkeypatch, record_property):
         assert name in launch.__doc__
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["llm_demo.evaluate", "llm_demo.export", "llm_demo.report", "llm_demo.fit", "llm_demo.check",
-     "bench.run", "bench.checkpoints", "bench.plots", "bench.table"],
-)  # fmt: skip
+@pytest.mark.parametrize("name", ["llm_demo.evaluate", "llm_demo.report", "llm_demo.check"])
 def test_each_program_names_itself_and_refuses_other_flags(name, monkeypatch, capsys):
     module = importlib.import_module("llm_demo.check.__main__" if name.endswith("check") else name)
     monkeypatch.setattr(sys, "argv", [name, "--help"])

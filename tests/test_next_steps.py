@@ -14,7 +14,6 @@ from tiny_tokenizer import make_tokenizer, packs_of, write
 
 from llm_demo import chat, evaluate, export
 from llm_demo.core.mesh import World
-from llm_demo.flags import parsing
 from llm_demo.machine import text
 from llm_demo.machine.text import resume
 from llm_demo.model.weights_files import loading, open_weights
@@ -54,13 +53,16 @@ def words(line):
     return found[3:]
 
 
-def test_a_hub_dataset_and_turns_are_named_as_the_run_had_them(folder):
-    flags = {"learn_turns": "last", "learn_reasoning": False}
-    flags["chat_template_kwargs"] = variables = '{"preserve_thinking": true}'
-    found = said(folder, eval_json="openai/gsm8k:main:test", **flags)
-    args = evaluate.make_parser().parse_args(words(found["evaluate"]))
-    assert (args.data, args.learn_turns) == ("openai/gsm8k:main:test", "last")
-    assert args.learn_reasoning is False and args.chat_template_kwargs == variables
+def test_the_flags_of_the_data_and_a_trained_base_are_kept(folder):
+    flags = {
+        "model_name_or_path": "Qwen/Qwen3-0.6B", "eval_json": "openai/gsm8k:main:test",
+        "input_key": "the question", "target_key": "answer", "learn_turns": "last",
+        "learn_reasoning": False, "chat_template_kwargs": '{"preserve_thinking": true}',
+    }  # fmt: skip
+    args = evaluate.make_parser().parse_args(words(said(folder, **flags)["evaluate"]))
+    assert args.models == [flags.pop("model_name_or_path"), "my run/hf"]
+    assert args.data == flags.pop("eval_json")
+    assert {name: getattr(args, name) for name in flags} == flags
 
 
 def test_the_best_checkpoint_is_exported_after_early_stopping(folder):
@@ -95,28 +97,6 @@ def test_commands_are_quoted_and_parse(folder):
         "bash", "my run/cmd.sh", "--output_dir", str(folder), "--no_overwrite", "--resume", "auto",
         "--max_steps", "6",
     ]  # fmt: skip
-
-
-def test_a_folder_whose_name_looks_like_a_flag(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "-x/checkpoints").mkdir(parents=True)
-    (tmp_path / "-x/checkpoints/latest").write_text("step_00000003\n")
-    found = said(tmp_path / "-x", eval_json=parsing.local("-h.jsonl"))
-    args = export.make_parser().parse_args(words(found["export"]))
-    assert (str(args.source), str(args.out)) == ("-x", "-x/hf")
-    args = evaluate.make_parser().parse_args(words(found["evaluate"]))
-    assert (args.models, args.data) == (["./-x/hf"], "./-h.jsonl")
-    assert words(found["report"]) == ["./-x", "--out", "./-x/report.html"]
-    assert shlex.split(found["continue"])[:2] == ["bash", "./-x/cmd.sh"]
-
-
-def test_the_datas_flags_and_a_trained_base_are_kept(folder):
-    keys = {"input_key": "the question", "target_key": "answer", "train_on_prompt": True}
-    found = said(folder, model_name_or_path="Qwen/Qwen3-0.6B", **keys)
-    args = evaluate.make_parser().parse_args(words(found["evaluate"]))
-    assert args.models == ["Qwen/Qwen3-0.6B", "my run/hf"]
-    assert (args.input_key, args.target_key) == ("the question", "answer")
-    assert args.train_on_prompt
 
 
 def test_only_commands_that_can_work(folder, monkeypatch):
@@ -185,12 +165,6 @@ def test_commands_work_where_the_user_started_cmd_sh(folder, monkeypatch):
     monkeypatch.setenv("LLM_DEMO_STARTED_IN", str(ROOT))
     line = said(folder)["export"]  # in ROOT, python -m finds the package
     assert shlex.split(line)[1:] == ["-m", "llm_demo.export", str(folder), str(folder / "hf")]
-
-
-def test_the_report_is_named_where_it_exists(folder):
-    line = said(folder).get("report")
-    assert (line is not None) == (ROOT / "llm_demo/report.py").is_file()
-    assert line is None or words(line) == ["my run", "--out", "my run/report.html"]
 
 
 def paste(said, name, folder):

@@ -215,15 +215,12 @@ MACHINES = {
     "MI100": (amd(90008, rocm="6.4.1-83"), "2.9.1, rocm6.4", "gfx908, ROCm 6.4.1-83)"),
     "older ROCm": (amd(90010, rocm="6.3.2"), "2.8.0, rocm6.3", "gfx90a"),
     "newer ROCm": (amd(90402, rocm="7.2.1"), "2.13.0, rocm7.2", "gfx942"),
-    "newest ROCm": (amd(90402, rocm="7.14.0"), "2.13.0, rocm7.2", "gfx942"),
     "ROCm in core": (amd(90008, rocm="7.14.0", at="core/"), "rocm7.2", "gfx908, ROCm 7.14.0"),
     "in core-10.0": (amd(90008, rocm="10.0.0", at="core-10.0/"), "rocm7.2", "ROCm 10.0.0"),
     "driver alone": (amd(110000), "2.9.1, rocm6.4", "gfx1100, ROCm unknown"),
     "MI50": (amd(90006, rocm="6.4.1"), "2.8.0, rocm6.3", "gfx906"),
-    "MI50, newer ROCm": (amd(90006, rocm="7.2.0"), "2.8.0, rocm6.3", "gfx906"),
     "MI355X, driver alone": (amd(90500), "2.13.0, rocm7.2", "gfx950, ROCm unknown"),
     "MI355X, ROCm 7.0": (amd(90500, rocm="7.0.2"), "2.10.0, rocm7.0", "gfx950"),
-    "Strix Point": (amd(110500), "2.13.0, rocm7.2", "gfx1150"),
     "Strix Halo": (amd(110501, rocm="6.4.4"), "2.13.0, rocm7.2", "gfx1151"),
     "9070 XT": (amd(120001, rocm="6.4.1"), "2.9.1, rocm6.4", "gfx1201"),
     "MI100 and Ryzen": (amd(90008, 90008, 100306, rocm="6.4.1"), "2.9.1, rocm6.4",
@@ -351,15 +348,6 @@ def test_a_rocm_torch_of_the_active_environment_survives(machine, tmp_path):
     assert contents(user) == before and not list((machine.repo / ".venv").rglob("torch-*"))
 
 
-def test_a_package_that_wants_a_newer_torch_does_not_get_it(machine, tmp_path):
-    fill(machine.wheels)
-    make_wheel(machine.wheels, "accelerate", PINS["accelerate"], ["torch>=2.12"])
-    user, before = rocm_venv(tmp_path)
-    result = machine.setup(PYTHON=str(user / "bin/python"))
-    assert result.returncode == 1 and "torch==2.9.1+rocm6.4" in result.stdout
-    assert contents(user) == before and not list((machine.repo / ".venv").rglob("torch-*"))
-
-
 def test_no_rocm_build_is_an_error_and_one_put_in_by_hand_is_kept(machine):
     fill(machine.wheels)  # without a ROCm torch and without uv
     amd(90008, rocm="6.4.0")(machine)
@@ -377,21 +365,10 @@ def test_no_rocm_build_is_an_error_and_one_put_in_by_hand_is_kept(machine):
     assert "[dev]" in machine.setup("--dev", SETUP_DRY_RUN="1").stdout
 
 
-def test_a_torch_too_old_is_left_where_it_is(machine, tmp_path):
-    user = own_venv(tmp_path / "user")
-    purelib = install_rocm_torch(user / "bin/python")
-    (purelib / "torch-2.9.1+rocm6.4.dist-info/METADATA").write_text("Name: torch\nVersion: 2.7.1\n")
-    result = machine.setup(PYTHON=str(user / "bin/python"), SETUP_DRY_RUN="1")
-    assert "not using torch 2.7.1" in result.stdout and "torch==2.13.0+cpu" in result.stdout
-
-
 # ---------------------------------------------------------------- another clone, and a copy
 
 
-@pytest.mark.parametrize(
-    "script",
-    ["fsdp/train_fsdp.py", "fsdp_pp/train_fsdp_pp.py", "pp/pp_train.py", "zero/train_zero.py"],
-)
+@pytest.mark.parametrize("script", ["fsdp/train_fsdp.py", "pp/pp_train.py"])
 def test_a_script_of_another_clone_is_refused(script, tmp_path):
     """Python would find the package of the clone that is installed, and run and record that."""
     for name in ("llm_demo", os.path.dirname(script)):
