@@ -24,14 +24,14 @@ def off_by_one(name, tensor, *args, **more):
     tensor[-1] += wrong and name == "all_reduce"
 
 
-def group(index, members, **more):
-    fault = faults.get(str(tuple(members))) if index == members[-1] else None
+def group(members, rank, **more):
+    fault = faults.get(str(tuple(members))) if rank == len(members) - 1 else None
     if fault == "die":
         os.kill(os.getpid(), signal.SIGSEGV)
     if fault:
         real[fault] = getattr(dist, fault)
         setattr(dist, fault, lambda *args, **kw: off_by_one(fault, *args, **kw))
-    answer = experiments.group(index=index, members=members, **more)
+    answer = experiments.group(members=members, rank=rank, **more)
     if real:
         setattr(dist, *real.popitem())
     return answer

@@ -1,8 +1,8 @@
 """Stands in for the experiments of llm_demo.check on a faked machine: $SCENARIO says what they
 answer, by the name of the task.
 
-"faults" maps a group as "(0, 1)", or a task as "gemm cuda:3", to hang, die, raise, wrong or a
-number of GB/s or TFLOP/s; "faults without p2p" does so for NCCL_P2P_DISABLE=1."""
+"faults" maps a group as "(0, 1)", or a task as "rates cuda:3", to hang, die,
+raise, wrong or a number of GB/s or TFLOP/s; "faults without p2p" does so for NCCL_P2P_DISABLE=1."""
 
 import functools
 import json
@@ -28,7 +28,7 @@ def fail(fault):
         raise RuntimeError("CUDA error: Xid 79")
 
 
-def group(device, index, members, meeting, limit):
+def group(device, members, rank, meeting, limit):
     fault = faults.get(str(tuple(members)))
     fail(fault)
     wrong = {"send": 0, "all_reduce": 60 * (fault == "wrong")}
@@ -37,22 +37,18 @@ def group(device, index, members, meeting, limit):
     return {"wrong": wrong, "elements": 1000, "all_reduce": rate} | latency
 
 
-def gemm(device, vendor, bus):
-    fault = faults.get(f"gemm {device}")
+def rates(device):
+    fault = faults.get(f"rates {device}")
     fail(fault)
-    rates = {"fp16": fault or 790, "bf16": fault or 790, "fp32": 52}
-    answer = {"rates": rates, "load": f"clocks, of {bus}\n1980 MHz", "products": ["50/40/30"]}
-    return answer | {"subnormals": True} | scenario.get("gemm", {})
+    return scenario.get("rates") or {"rates": {"fp16": 790, "bf16": fault or 790, "fp32": 52}}
 
 
-def answer(task, go="", **arguments):
+def answer(task, **_):
     fail(faults.get(task))
-    while go and not os.path.exists(go):
-        time.sleep(0.01)
     # what a process sees of the GPUs shows whether some were hidden from it
     return scenario[task] | {"visible": os.environ.get("CUDA_VISIBLE_DEVICES")}
 
 
 if __name__ == "__main__":
-    others = ("torch_facts", "choices", "kernels", "host_speed")
-    serve({"group": group, "gemm": gemm} | {t: functools.partial(answer, t) for t in others})
+    others = ("torch_facts", "choices", "kernels")
+    serve({"group": group, "rates": rates} | {t: functools.partial(answer, t) for t in others})

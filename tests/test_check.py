@@ -2,7 +2,6 @@
 and on this one."""
 
 import functools
-import gzip
 import json
 import os
 import re
@@ -24,13 +23,6 @@ H200 = {"vendor": "nvidia", "name": "NVIDIA H200 (nvidia sm_90, 140 GiB)"}
 H200 |= {"peak": {"fp32": 66.9, "bf16": 989.4, "fp16": 989.4}}
 MI100 = {"vendor": "amd", "name": "AMD Instinct MI100 (amd gfx908, 32 GiB)"}
 MI100 |= {"peak": {"fp32": 46.1, "bf16": 92.3, "fp16": 184.6}}
-AMD_SENSORS = {  # in the folder of a GPU's bus address
-    "pp_dpm_sclk": "0: 300Mhz\n1: 1200Mhz *\n2: 1502Mhz\n",
-    "hwmon/hwmon3/temp1_label": "edge", "hwmon/hwmon3/temp1_input": "61000",
-    "hwmon/hwmon3/temp2_label": "junction\n", "hwmon/hwmon3/temp2_input": "80000",
-    "hwmon/hwmon3/temp2_crit": "100000", "hwmon/hwmon3/power1_average": "221000000",
-    "hwmon/hwmon3/power1_cap": "290000000",
-}  # fmt: skip
 
 
 class Machine:
@@ -39,12 +31,11 @@ class Machine:
     def __init__(self, root, monkeypatch):
         self.root, self.bin, self.monkeypatch = root, root / "bin", monkeypatch
         self.bin.mkdir()
-        host = {"python_s": 0.12, "launch_us": 4.0}
         cases = {"a compiled block": [3.0, 2.0, 0], "the loss kernel": [8.0, 1.0, 0]}
         self.scenario = {
             "faults": {}, "faults without p2p": {},
             "choices": {"lines": [("ok", "attention", "varlen", "")]},
-            "kernels": {"host": host, "cases": cases, "tflops": 494.7},
+            "kernels": {"launch_us": 4.0, "cases": cases, "tflops": 494.7},
         }  # fmt: skip
         path = os.pathsep.join([str(self.bin), os.environ["PATH"]])
         reach = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
@@ -63,10 +54,9 @@ class Machine:
 
     def gpus(self, *devices, kind="NV18", **facts):
         n = len(devices)
-        devices = [{**d, "bus": f"0000:{i + 1:02x}:00.0"} for i, d in enumerate(devices)]
         links = [[kind * (i != j) for i in range(n)] for j in range(n)]
         facts = {"torch": "2.13.0+cu130", "cuda": "13.0", "hip": None, "why": "", **facts}
-        facts |= {"devices": devices, "links": links, "dtype": "bf16", "nccl": "2.29.7"}
+        facts |= {"devices": [*devices], "links": links, "dtype": "bf16", "nccl": "2.29.7"}
         self.scenario["torch_facts"] = {"left_out": "", "refused": ""} | facts
 
     def check(self, limit=20):
@@ -85,9 +75,9 @@ def faked(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def eight(faked):
-    faked.gpus(*[H200] * 8)
-    faked.tool("nvidia-smi", "for i in 1 2 3 4 5 6 7 8; do echo 580.159.04, NVIDIA H200; done")
+def four(faked):
+    faked.gpus(*[H200] * 4)
+    faked.tool("nvidia-smi", "for i in 1 2 3 4; do echo 580.159.04, NVIDIA H200; done")
     return faked
 
 
@@ -100,64 +90,62 @@ def named(lines, name):
     return line
 
 
-def test_eight_gpus_that_are_well(eight):
-    lines, facts = eight.check()
+def test_four_gpus_that_are_well(four):
+    lines, facts = four.check()
     assert not bad(lines), bad(lines)
-    assert len(facts["pairs"]) == 28
+    assert len(facts["pairs"]) == 6
     assert named(lines, "pair 0-1 (NV18)")[2] == (
         "all 2,000 values correct, 390.0 GB/s, 9 µs; 20.0 GB/s with NCCL_P2P_DISABLE=1"
     )
-    assert "all 8,000 values correct, 390.0 GB/s" in named(lines, "together")[2]
-    assert "bf16 790 TFLOP/s (80% of peak), fp32 52 TFLOP/s (78%" in named(lines, "gpu 7")[2]
-    assert "clocks, of 0000:02:00.0 = 1980 MHz" in named(lines, "gpu 1")[2]
+    assert "all 4,000 values correct, 390.0 GB/s" in named(lines, "together")[2]
+    assert "bf16 790 TFLOP/s (80% of peak), fp32 52 TFLOP/s (78%" in named(lines, "gpu 3")[2]
     assert "CUDA 13.0 build; driver 580.159.04; NCCL or RCCL 2.29.7" in named(lines, "torch")[2]
     order = [name for _, name, _, _ in lines if not name.startswith(("gpu", "pair"))]
     assert order == [
-        "packages", "torch", "products", "together", "attention", "kernels", "kernels", "host",
-        "disk",
+        "packages", "torch", "together", "attention", "kernels", "kernels", "host", "disk",
     ]  # fmt: skip
-    assert "a kernel launch 4.0 µs" in named(lines, "host")[2]
+    assert "a kernel launch takes 4.0 µs" in named(lines, "host")[2]
     block, loss = (line[2] for line in lines if line[1] == "kernels")
     assert "2.00 ms, plain 3.00 ms" in block and block.endswith("50% of the GPU's peak")
     assert "1.00 ms, plain 8.00 ms" in loss
 
 
-def test_a_slow_gpu_and_a_slow_pair(eight):
-    eight.scenario["faults"] |= {"gemm cuda:3": 600, "(2, 7)": 190}
-    gpu, pair = bad(eight.check()[0])
+def test_a_slow_gpu_and_a_slow_pair(four):
+    four.scenario["faults"] |= {"rates cuda:3": 600, "(1, 3)": 190}
+    gpu, pair = bad(four.check()[0])
     assert gpu[1] == "gpu 3" and gpu[2].endswith(": 76% of the fastest GPU")
-    assert pair[1] == "pair 2-7 (NV18)" and "190.0 GB/s" in pair[2] and "nvlink" in pair[3]
+    assert pair[1] == "pair 1-3 (NV18)" and "190.0 GB/s" in pair[2] and "nvlink" in pair[3]
     assert pair[2].endswith("others with such a link have up to 390")
 
 
-def test_a_pair_that_hangs_costs_a_line_and_no_more(eight):
-    eight.scenario["faults"]["(2, 5)"] = "hang"
+def test_a_pair_that_hangs_costs_a_line_and_no_more(four):
+    four.scenario["faults"]["(1, 2)"] = "hang"
     begun = time.monotonic()
-    lines, facts = eight.check(limit=1)
+    lines, facts = four.check(limit=1)
     assert time.monotonic() - begun < 30
     error, together = bad(lines)
-    assert error[:2] == ("error", "pair 2-5 (NV18)") and together[:2] == ("warning", "together")
+    assert error[:2] == ("error", "pair 1-2 (NV18)") and together[:2] == ("warning", "together")
     assert error[2].startswith("hang (no answer within 1 s); correct with NCCL_P2P_DISABLE=1")
     for word in ("iommu=pt", "ACS", "export NCCL_P2P_DISABLE=1"):
         assert word in error[3]
-    assert all(pair["result"]["elements"] for pair in facts["pairs"] if pair["pair"] != (2, 5))
+    assert all(pair["result"]["elements"] for pair in facts["pairs"] if pair["pair"] != (1, 2))
 
 
-def test_wrong_numbers_are_told_from_a_fault_of_both_ways(eight):
-    eight.scenario["faults"] |= {"(0, 1)": "wrong", "(3, 4)": "wrong"}
-    eight.scenario["faults without p2p"] |= {"(3, 4)": "wrong", "(6, 7)": "wrong"}
-    p2p, both, control = bad(eight.check()[0])
+def test_wrong_numbers_are_told_from_a_fault_of_both_ways(four):
+    four.scenario["faults"] |= {"(0, 1)": "wrong", "(1, 2)": "wrong"}
+    four.scenario["faults without p2p"] |= {"(1, 2)": "wrong", "(2, 3)": "wrong"}
+    p2p, both, control, _ = bad(four.check()[0])
     assert p2p[:2] == ("error", "pair 0-1 (NV18)")
     assert p2p[2].startswith("return wrong values (120 in all_reduce, of 2,000 compared); correct")
     assert "correct with NCCL_P2P_DISABLE=1, so peer-to-peer is broken" in p2p[2]
-    assert both[:2] == ("error", "pair 3-4 (NV18)") and "peer-to-peer is broken" not in both[2]
+    assert both[:2] == ("error", "pair 1-2 (NV18)") and "peer-to-peer is broken" not in both[2]
     assert "with NCCL_P2P_DISABLE=1: return wrong values" in both[2]
-    assert control[:2] == ("warning", "pair 6-7 (NV18)") and "leave NCCL_P2P" in control[3]
+    assert control[:2] == ("warning", "pair 2-3 (NV18)") and "leave NCCL_P2P" in control[3]
 
 
 def test_a_process_that_dies_or_raises_is_an_error_with_its_last_words(faked):
     faked.gpus(*[H200] * 3)
-    faked.scenario["faults"] = {"gemm cuda:0": "raise", "(1, 2)": "die", "choices": "die"}
+    faked.scenario["faults"] = {"rates cuda:0": "raise", "(1, 2)": "die", "choices": "die"}
     gpu, *untried, pair, together, attention = bad(faked.check()[0])
     assert gpu[:2] == ("error", "gpu 0") and "CUDA error: Xid 79" in gpu[2] and "dmesg" in gpu[3]
     assert [line[1][:8] for line in untried] == ["pair 0-1", "pair 0-2"]
@@ -185,11 +173,10 @@ BUILDS = {
         {"torch": "2.13.0+cpu", "cuda": None}, "580.1, NVIDIA H200\n",
         "error", "CPU build; driver 580.1 sees no GPU, but nvidia-smi does", "bash setup.sh",
     ),
-    "CUDA build beside an MI100": ({}, "90008", "error", "but /dev/kfd does", "bash setup.sh"),
+    "CUDA build beside an MI100": ({}, "kfd", "warning", "but /dev/kfd does", "bash setup.sh"),
     "no access to an MI100": (
-        {"hip": "6.4", "cuda": None}, "90008", "error", "but /dev/kfd does", "usermod -aG render",
+        {"hip": "6.4", "cuda": None}, "kfd", "warning", "but /dev/kfd does", "usermod -aG render",
     ),
-    "a GPU in the processor": ({}, "90012", "warning", "but /dev/kfd does", "bash setup.sh"),
     "hidden by a variable": (
         {"why": "No CUDA GPUs are available", "hide": "CUDA_VISIBLE_DEVICES"},
         "580.1, NVIDIA H200\n", "warning", "No CUDA GPUs", "unset CUDA_VISIBLE_DEVICES=",
@@ -206,10 +193,8 @@ BUILDS = {
 @pytest.mark.parametrize("name", BUILDS)
 def test_the_build_of_torch_against_the_machine(faked, name):
     facts, smi, level, words, fix = BUILDS[name]
-    if smi.isdecimal():  # gfx908 is an MI100's; no build has code for gfx90c
+    if smi == "kfd":  # AMD's driver
         faked.file("dev/kfd", "")
-        node = "sys/class/kfd/kfd/topology/nodes/1/properties"
-        faked.file(node, f"cpu_cores_count 0\ngfx_target_version {smi}\n")
         smi = ""
     if "hide" in facts:
         faked.monkeypatch.setenv(facts["hide"], "")
@@ -239,53 +224,25 @@ def test_two_mi100_answer_the_open_questions(faked):
     left_out = "not used: AMD Radeon Graphics (gfx1036); CUDA_VISIBLE_DEVICES=0,1"
     shown = ["CUDA_VISIBLE_DEVICES", "0,1"]
     faked.gpus(MI100, MI100, kind="XGMI", cuda=None, hip="6.4", left_out=left_out, only=shown)
-    faked.scenario["gemm"] = {"rates": {"bf16": 70, "fp16": 120, "fp32": 35}, "subnormals": False}
+    faked.scenario["rates"] = {"rates": {"bf16": 70, "fp16": 120, "fp32": 35}}
     lines, facts = faked.check()
     assert named(lines, "gpus")[2] == left_out
     assert facts["choices"]["visible"] == "0,1"  # processes see the cards alone
     assert "bf16 70 TFLOP/s (76% of peak), fp16 120 TFLOP/s (65%" in named(lines, "gpu 1")[2]
-    assert "of 0000:01:00.0" in facts["torch"]["devices"][0]["load"]
     assert named(lines, "pair 0-1 (XGMI)")[0] == "ok"
-    products = named(lines, "products")
-    assert products[0] == "warning" and "below 6e-5" in products[2] and "bf16" in products[3]
-    assert named(lines, "kernel")[0] == "warning"  # without iommu=pt
 
 
-@pytest.mark.parametrize("place", ["boot/config-6.8.0-90", "proc/config.gz"])
-@pytest.mark.parametrize("well", [True, False])
-def test_the_kernel_beside_amd_gpus(faked, place, well):
-    config = f"CONFIG_PCI_P2PDMA=y\n{'CONFIG_HSA_AMD_P2P=y' if well else '# no HSA_AMD_P2P'}\n"
-    faked.file(place, gzip.compress(config.encode()) if place.endswith("gz") else config)
-    faked.file("proc/sys/kernel/osrelease", "6.8.0-90\n")
-    faked.file("proc/sys/kernel/numa_balancing", "0\n" if well else "1\n")
-    faked.file("proc/cmdline", "quiet iommu=pt" if well else "quiet")
-    faked.file("sys/module/amdgpu/version", "6.12.12\n")
-    level, _, text, fix = lines_of.kernel_line()
-    assert text == (
-        f"Linux 6.8.0-90, amdgpu 6.12.12, numa_balancing {0 if well else 1}, iommu=pt {well}, "
-        f"CONFIG_HSA_AMD_P2P {well}, CONFIG_PCI_P2PDMA True"
-    )
-    assert (level, fix) == ("ok", "") if well else level == "warning"
-    for words in ("numa_balancing=0", "iommu=pt", "needs CONFIG_HSA_AMD_P2P"):
-        assert (words in fix) == (not well)
+def test_a_host_that_small_models_wait_for():
+    assert lines_of.host_line(4.5)[0] == "ok"
+    level, _, _, fix = lines_of.host_line(7.5)
+    assert level == "warning" and "--micro_batch_size" in fix
 
 
-@pytest.mark.parametrize("speed, level", [
-    ({"python_s": 0.12, "launch_us": 4.5}, "ok"), ({"python_s": 0.27, "launch_us": 4.5}, "warning"),
-    ({"python_s": 0.12, "launch_us": 7.5}, "warning"), ({"python_s": 0.27}, "ok"),  # no GPU waits
-])  # fmt: skip
-def test_a_host_that_small_models_wait_for(speed, level):
-    line = lines_of.host_line(speed)
-    assert line[0] == level and ("--micro_batch_size" in line[3]) == (level == "warning")
-
-
-def test_kernels_that_differ_or_fail_are_warnings(faked):
+def test_kernels_that_differ_or_fail_are_warnings():
     cases = {"a compiled block": "RuntimeError: x", "the loss kernel": [1, 2, 0.5]}
-    cases |= {"math attention with 16-bit sums": [1, 2, 0.5]}
-    block, loss, sums = lines_of.kernel_lines({"cases": cases}, None)
+    block, loss = lines_of.kernel_lines({"cases": cases}, None)
     assert block[0] == "warning" and "a compiled block fails: RuntimeError: x" in block[2]
     assert loss[0] == "warning" and "differ by 5.0e-01" in loss[2] and loss[3] == "--no_compile"
-    assert sums[0] == "ok"  # no run uses them
 
 
 def test_disk(tmp_path, monkeypatch):
@@ -310,13 +267,14 @@ def test_what_an_experiment_started_is_killed_with_it(tmp_path, monkeypatch):
         "import pathlib, subprocess, sys, time\n"
         "process = subprocess.Popen(['sleep', '600'])\n"
         "pathlib.Path(sys.argv[1]).with_name('pid').write_text(str(process.pid))\n"
-        "pathlib.Path(sys.argv[1]).write_text('{}\\n')\n"
         "time.sleep(600)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    job = processes.Job([("a", {}), ("b", {})], tmp_path, module="starts")
+    job = processes.Job("a", {}, folder=tmp_path, module="starts")
+    while not job.file.with_name("pid").exists():
+        time.sleep(0.02)
     answers = processes.finish([job], 0.2)
-    assert answers == [[{}, {"problem": "no answer within 0 s", "hung": True}]]
+    assert answers == [{"problem": "no answer within 0 s", "hung": True}]
     child = Path(f"/proc/{job.file.with_name('pid').read_text()}/stat")
     deadline = time.monotonic() + 5
     while child.exists() and child.read_text().split()[2] != "Z" and time.monotonic() < deadline:
@@ -325,66 +283,37 @@ def test_what_an_experiment_started_is_killed_with_it(tmp_path, monkeypatch):
 
 
 def test_every_value_received_is_compared(tmp_path, monkeypatch):
-    """Three real processes: wrong in one value of one call, or killed, and the others are well."""
+    """Real processes: wrong in one value of one call, or killed, and the others are well."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
     faults = {"(0, 1)": "send", "(0, 2)": "die", "(0, 1, 2)": "all_reduce"}
     monkeypatch.setenv("FAULTS", json.dumps(faults))
     imported = python(TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
     monkeypatch.setattr(sys, "executable", imported)
 
-    def start(*tasks):
-        return processes.Job(tasks, tmp_path, "check_faulty")
-
-    groups = [(0, 1), (0, 2), (1, 2)]
+    start = functools.partial(processes.Job, folder=tmp_path, module="check_faulty")
+    groups = [(0, 1), (2, 3), (0, 2)]  # two rounds
     results = processes.try_groups(groups, "cpu", start, tmp_path)
     assert results[0, 1]["wrong"] == {"send": 1, "all_reduce": 0, "all_gather_object": 0}
     assert results[0, 1]["elements"] == 8 * ((1 << 8) + (1 << 18))
     assert "died of SIGSEGV" in processes.failure(results[0, 2]) and "log" in results[0, 2]
-    assert processes.failure(results[1, 2]) is None and results[1, 2]["all_reduce"] > 0
+    assert processes.failure(results[2, 3]) is None and results[2, 3]["all_reduce"] > 0
     everyone = processes.try_groups([(0, 1, 2)], "cpu", start, tmp_path)[0, 1, 2]
     assert everyone["wrong"] == {"send": 0, "all_reduce": 1, "all_gather_object": 0}
 
 
 def test_what_is_measured_on_one_gpu(faked):
     """On a CPU and with small shapes; nothing is compiled."""
-    for name, text in AMD_SENSORS.items():
-        faked.file(f"sys/bus/pci/devices/0000:43:00.0/{name}", text)
-    faked.file("go", "")
-    small = {"device": "cpu", "rows": 8}
-    first = {"vendor": "amd", "bus": "0000:43:00.0", "seconds": 0.01, "square": 32, "widths": [24]}
-    tasks = [("gemm", small | first)]
-    tasks.append(("kernels", small | {"dtype": "bf16", "go": str(faked.root / "go")}))
-    job = processes.Job(tasks, faked.root, TORCH_COMPILE_DISABLE="1")
-    gemm, kernels = processes.finish([job])[0]
-    assert gemm["rates"].keys() == {"fp32", "bf16", "fp16"} and min(gemm["rates"].values()) > 0
-    assert gemm["load"] == "1200 of 1502 MHz, 80 of 100 °C, 221 of 290 W" and gemm["subnormals"]
-    assert re.search(r"bf16 1,024 x 24 \d+/\d+/\d+; fp16 1,024 x 24 \d", gemm["products"][0])
-    assert len(kernels["cases"]) == 4 and kernels["host"].keys() == {"python_s"}
+    tasks = {
+        "rates": {"device": "cpu", "seconds": 0.01, "size": 32},
+        "kernels": {"device": "cpu", "rows": 8, "dtype": "bf16"},
+    }
+    jobs = [processes.Job(*task, faked.root, TORCH_COMPILE_DISABLE="1") for task in tasks.items()]
+    rates, kernels = processes.finish(jobs)
+    assert rates["rates"].keys() == {"fp32", "bf16", "fp16"} and min(rates["rates"].values()) > 0
+    assert len(kernels["cases"]) == 2 and kernels["launch_us"] > 0
     for plain, faster, error in kernels["cases"].values():
         assert plain > 0 < faster and error < 0.03
     assert kernels["cases"]["a compiled block"][2] == 0 < kernels["tflops"]
-
-
-def test_a_card_that_throttles_is_seen(faked):
-    """By its junction's temperature, at any rate of its products."""
-    bus = "0000:43:00.0"
-    assert experiments._load("amd", bus) == ""
-    for name, text in AMD_SENSORS.items():
-        faked.file(f"sys/bus/pci/devices/{bus}/{name}", text.replace("80000", "99000"))
-    load = experiments._load("amd", bus)
-    assert "99 of 100 °C (at its limit)" in load
-    gpu = {**MI100, "rates": {"fp32": 35, "bf16": 70, "fp16": 120}, "load": load}
-    level, _, text, fix = lines_of.gpu_line(0, [gpu])
-    assert (level, "without a fan" in fix) == ("warning", True) and load in text
-    gpu["load"] = load.replace(" (at its limit)", "")
-    assert lines_of.gpu_line(0, [gpu])[0] == "ok"
-    faked.file(f"sys/bus/pci/devices/{bus}/hwmon/hwmon3/temp2_crit", "0")  # no limit
-    assert " 99 °C, 221 of 290 W" in experiments._load("amd", bus)
-    for name in AMD_SENSORS:  # a driver that has few of them
-        (faked.root / "sys/bus/pci/devices" / bus / name).unlink()
-    faked.file(f"sys/bus/pci/devices/{bus}/hwmon/hwmon3/power1_input", "99000000")
-    faked.file(f"sys/bus/pci/devices/{bus}/hwmon/hwmon3/temp1_input", "N/A")
-    assert experiments._load("amd", bus) == "99 W"
 
 
 def test_what_torch_sees_on_two_faked_mi100(faked, monkeypatch):
@@ -413,7 +342,6 @@ def test_what_torch_sees_on_two_faked_mi100(faked, monkeypatch):
     assert facts["links"] == [["", "XGMI"], ["XGMI", ""]]
     device = facts["devices"][1]
     assert device["vendor"] == "amd" and "gfx908" in device["name"] and facts["dtype"] == "bf16"
-    assert device["bus"] == "0000:44:00.0"
     assert device["peak"] == {"fp32": 46.1, "bf16": 92.3, "fp16": 184.6}
     lines = experiments.choices()["lines"]
     assert lines[0][2].startswith("torch.bfloat16 by default")
@@ -439,7 +367,7 @@ def test_this_machine(tmp_path):
     assert "all 2,099,200 values correct" in lines["pair"]["text"]
     assert lines["torch"]["text"].startswith(torch.__version__)
     assert lines["attention"]["text"].startswith("bucketed for packed rows;")
-    assert "off by default" in lines["compile"]["text"] and "Python" in lines["host"]["text"]
+    assert "off by default" in lines["compile"]["text"]
     result = report["facts"]["pairs"][0]["result"]
     assert result["wrong"] == {"send": 0, "all_reduce": 0, "all_gather_object": 0}
     assert f"PyTorch version: {torch.__version__}" in report["facts"]["report"]
@@ -462,7 +390,7 @@ def test_these_gpus(tmp_path):
     assert expected <= set(seen), done.stdout + done.stderr
     for pair in report["facts"]["pairs"] if count > 1 else ():
         assert set(pair["result"]["wrong"].values()) == {0}, pair
-    assert report["seconds"] < 60
+    assert report["seconds"] < 120
 
 
 def test_a_bug_in_the_check_is_a_line(monkeypatch, capsys):

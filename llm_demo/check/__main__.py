@@ -3,7 +3,6 @@
 Prints one line for each thing checked: ok, warning or error, and what to do about it. The exit code
 is 1 if there is an error, so that training can't work. docs/check.md explains every line."""
 
-import functools
 import itertools
 import json
 import os
@@ -11,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 
 from llm_demo.check import lines
 from llm_demo.check.lines import ERROR, OK, WARNING
@@ -21,21 +21,19 @@ from llm_demo.machine.process import command
 from llm_demo.machine.text import words_of
 
 
-def check(output_dir: str, tell: Callable, report=False, module=MODULE, limit=LIMIT):
+def check(output_dir: str, tell: Callable, report=False, module=MODULE, limit=LIMIT) -> dict:
     """Run every check in order; tell(*lines) is called as soon as the next lines are known.
 
     report: also ask for PyTorch's report on versions and drivers. module: of the experiments.
-    limit: see try_groups. Returns what was measured, for --json."""
+    limit: seconds for a group of processes. Returns what was measured, for --json."""
     smi = tool("nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader")
     if smi is None:
         tell((ERROR, "driver", "nvidia-smi does not answer", "look at dmesg (xid, nvrm), reboot"))
     tell(lines.packages())
     with tempfile.TemporaryDirectory(prefix="llm_demo_check_") as folder:
-
-        def start(*tasks, **env):
-            return Job(tasks, folder, module, **env)
-
-        facts = {"torch": finish([start(("torch_facts", {}))])[0][0]}
+        # a cache of its own: runs remember which attention has worked, and here it is tried again
+        start = partial(Job, folder=folder, module=module, LLM_DEMO_CACHE=folder)
+        facts = {"torch": finish([start("torch_facts", {})])[0]}
         tell(lines.torch_build(facts["torch"], smi or ""))
         if report:  # what PyTorch asks for in every bug report
             facts["report"] = tool(sys.executable, "-m", "torch.utils.collect_env", limit=60)
@@ -46,65 +44,68 @@ def check(output_dir: str, tell: Callable, report=False, module=MODULE, limit=LI
 
 
 def experiments(facts: dict, start: Callable, folder: str, tell: Callable, limit: float) -> None:
-    """What PyTorch can do here. start(*tasks) -> Job; the rest as in `check`."""
-    devices, dtype, go = facts["torch"]["devices"], facts["torch"].get("dtype"), f"{folder}/go"
+    """What PyTorch can do here. start(task, arguments) -> Job; the rest as in `check`."""
+    devices = facts["torch"]["devices"]
     if facts["torch"]["left_out"]:  # as the launcher does
         tell((OK, "gpus", facts["torch"]["left_out"], ""))
-        start = functools.partial(start, **dict([facts["torch"]["only"]]))
-    # a cache of its own: runs remember which attention has worked, and here it is tried again
-    choosing = start(("choices", {}), LLM_DEMO_CACHE=folder)
-    if devices:  # compiles while others are checked, and measures when nothing else runs
-        measuring = start(("kernels", {"device": "cuda:0", "dtype": dtype, "go": go}))
+        name, value = facts["torch"]["only"]
+        start = partial(start, **{name: value})
+    if devices:
         check_gpus(facts, start, folder, tell, limit)
     else:
-        measuring = start(("host_speed", {"device": "cpu"}))
-        pair = try_groups([(0, 1)], "cpu", start, folder, limit)[0, 1]
-        facts["pairs"] = [{"pair": (0, 1), "result": pair}]
-        tell(lines.group_line("pair", pair))
-    facts["choices"] = chosen = finish([choosing])[0][0]
-    open(go, "w", encoding="utf-8").close()
-    facts["kernels"] = speed = finish([measuring])[0][0]
-    for name, answer in (("attention", chosen), ("kernels", speed)):
-        if "problem" in answer:
-            tell((ERROR, name, f"could not be tried: {answer['problem']}", lines.REINSTALL))
-    tell(*chosen.get("lines", ()))
-    if "cases" in speed:
-        tell(*lines.kernel_lines(speed, devices[0]["peak"][dtype]))
-    if "host" in speed:
-        tell(lines.host_line(speed["host"]))
-    if devices and devices[0]["vendor"] == "amd":
-        tell(lines.kernel_line())
+        result = try_groups([(0, 1)], "cpu", start, folder, limit)[0, 1]
+        facts["pairs"] = [{"pair": (0, 1), "result": result}]
+        tell(lines.group_line("pair", result))
+    facts["choices"] = finish([start("choices", {})])[0]
+    tell(*answered("attention", facts["choices"], tell).get("lines", ()))
+    if devices:
+        dtype = facts["torch"]["dtype"]
+        facts["kernels"] = finish([start("kernels", {"device": "cuda:0", "dtype": dtype})])[0]
+        speed = answered("kernels", facts["kernels"], tell)
+        if speed:
+            tell(*lines.kernel_lines(speed, devices[0]["peak"][dtype]))
+            tell(lines.host_line(speed["launch_us"]))
+
+
+def answered(name: str, answer: dict, tell: Callable) -> dict:
+    """An experiment's answer; {} after a line about it if it failed."""
+    if "problem" not in answer:
+        return answer
+    tell((ERROR, name, f"could not be tried: {answer['problem']}", lines.REINSTALL))
+    return {}
 
 
 def check_gpus(facts: dict, start: Callable, folder: str, tell: Callable, limit: float) -> None:
     """Each GPU alone, each pair, all together. Arguments as in `experiments`."""
-    devices = facts["torch"]["devices"]
-    places = ({"device": f"cuda:{i}", **gpu} for i, gpu in enumerate(devices))
-    jobs = [start(("gemm", {k: place[k] for k in ("device", "vendor", "bus")})) for place in places]
-    for gpu, (answer,) in zip(devices, finish(jobs, 30), strict=True):
-        gpu |= answer
+    devices, links = facts["torch"]["devices"], facts["torch"]["links"]
     everyone = tuple(range(len(devices)))
-    tell(*(lines.gpu_line(i, devices) for i in everyone), *lines.product_lines(devices[0]))
-    each = list(itertools.combinations(everyone, 2))
-    well = [g for g in each if all("rates" in devices[i] for i in g)]
-    together = [everyone] * (len(each) > 1 and well == each)
-    results = try_groups(well + together, "cuda:{}", start, folder, limit)
-    control, rates, facts["pairs"] = {}, {}, []
+    jobs = [start("rates", {"device": f"cuda:{i}"}) for i in everyone]
+    for gpu, answer in zip(devices, finish(jobs), strict=True):
+        gpu |= answer
+    tell(*(lines.gpu_line(i, devices) for i in everyone))
+    pairs = list(itertools.combinations(everyone, 2))
+    well = [pair for pair in pairs if all("rates" in devices[i] for i in pair)]
+    results = try_groups(well, "cuda:{}", start, folder, limit)
+    control = {}
     if os.environ.get(P2P_OFF, "0") == "0":  # for 0-1, 2-3, ... and all that failed
-        some = [(i, i + 1) for i in range(0, len(devices) - 1, 2)]
-        again = [g for g in well if g in some or failure(results.get(g))]
-        without = functools.partial(start, **{P2P_OFF: "1"})
+        some = [(i, i + 1) for i in everyone[:-1:2]]
+        again = [pair for pair in well if pair in some or failure(results[pair])]
+        without = partial(start, **{P2P_OFF: "1"})
         control = try_groups(again, "cuda:{}", without, folder, limit)
-    for i, j in each:
-        kind, result = facts["torch"]["links"][i][j], results.get((i, j))
-        rates.setdefault(kind, []).append((result or {}).get("all_reduce", 0))
-        pair = {"pair": (i, j), "link": kind, "result": result}
-        facts["pairs"].append(pair | {"without_p2p": control.get((i, j))})
-    for pair in facts["pairs"]:
-        name = "pair {}-{}".format(*pair["pair"]) + f" ({pair['link']})" * bool(pair["link"])
-        best = max(rates[pair["link"]])
-        tell(lines.group_line(name, pair["result"], pair["without_p2p"], best))
-    if len(each) > 1:
+    facts["pairs"] = []
+    for pair in pairs:
+        kind, result = links[pair[0]][pair[1]], results.get(pair)
+        name = "pair {}-{}".format(*pair)
+        if kind:
+            name += f" ({kind})"
+        alike = [each for each in well if links[each[0]][each[1]] == kind]
+        best = max((results[each].get("all_reduce", 0) for each in alike), default=0)
+        tell(lines.group_line(name, result, control.get(pair), best))
+        found = {"pair": pair, "link": kind, "result": result, "without_p2p": control.get(pair)}
+        facts["pairs"].append(found)
+    if len(pairs) > 1:
+        if well == pairs and not any(map(failure, results.values())):
+            results |= try_groups([everyone], "cuda:{}", start, folder, limit)
         facts["all"] = results.get(everyone)
         tell(lines.group_line("together", facts["all"]))
 
@@ -126,14 +127,16 @@ def main() -> int:
         for level, name, text, fix in more:
             said.append({"level": level, "name": name, "text": text, "fix": fix})
             if not args.json:
-                print(f"{level:<8} {name}: {text}" + f" | fix: {fix}" * bool(fix), flush=True)
+                end = f" | fix: {fix}" if fix else ""
+                print(f"{level:<8} {name}: {text}{end}", flush=True)
 
     try:
         facts = check(args.output_dir, tell, report=args.json)
     except Exception as e:  # a bug in this command is not the machine's fault
         text = f"stopped early by a bug of its own: {words_of(e)}"
         tell((WARNING, "check", text, "please report this output"))
-    errors, warnings = (sum(line["level"] == x for line in said) for x in (ERROR, WARNING))
+    levels = [line["level"] for line in said]
+    errors, warnings = levels.count(ERROR), levels.count(WARNING)
     seconds = time.monotonic() - begun
     if args.json:
         print(json.dumps({"seconds": round(seconds, 1), "lines": said, "facts": facts}, indent=1))

@@ -1,21 +1,15 @@
 """The experiments. A process of its own runs each, because it may hang or crash."""
 
 import contextlib
-import functools
-import itertools
-import os
-import re
-import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.benchmark import Timer
 
-from llm_demo.check.lines import AT_LIMIT, OK, WARNING
+from llm_demo.check.lines import OK, WARNING
 from llm_demo.check.processes import ROOT, probe_root, serve, tool
 from llm_demo.core.errors import UserError
 from llm_demo.machine import device as hardware
@@ -24,10 +18,8 @@ from llm_demo.machine.dist import stay_on_loopback
 from llm_demo.machine.text import words_of
 
 HEADS = [16, 8, 128, 128]  # of Qwen3-0.6B, as attention.Heads
-HIDDEN, WIDTHS, VOCABULARY = 1024, (3072, 151_936), 151_936  # the widths of two products
+HIDDEN, VOCABULARY = 1024, 151_936
 BLOCK_FLOPS = 6 * (2 * (16 + 8) * 128 + 3 * 3072) * HIDDEN  # for a token, without attention
-
-FIELDS = "clocks.sm,temperature.gpu,power.draw,pcie.link.gen.current,pcie.link.width.current"
 
 
 def torch_facts() -> dict:
@@ -47,24 +39,25 @@ def torch_facts() -> dict:
         facts["refused"] = str(e)
     dtype, _ = hardware.pick_dtype("auto", this_device(kept[0]))
     facts["dtype"] = hardware.dtype_name(dtype)
+    buses = []
     for i in kept:
-        gpu, props = this_device(i), torch.cuda.get_device_properties(i)
+        gpu, properties = this_device(i), torch.cuda.get_device_properties(i)
         peak = {name: hardware.peak_tflops(gpu, dtype) for name, dtype in DTYPES.items()}
-        place = (getattr(props, f"pci_{k}_id", 0) for k in ("domain", "bus", "device"))
-        one = {"vendor": gpu.vendor, "name": str(gpu), "peak": peak}
-        facts["devices"].append(one | {"bus": "{:04x}:{:02x}:{:02x}.0".format(*place)})
-    facts["links"] = _links([device["bus"] for device in facts["devices"]])
+        facts["devices"].append({"vendor": gpu.vendor, "name": str(gpu), "peak": peak})
+        place = [getattr(properties, f"pci_{k}_id", 0) for k in ("domain", "bus", "device")]
+        buses.append("{:04x}:{:02x}:{:02x}.0".format(*place))
+    facts["links"] = links_between(buses)
     with contextlib.suppress(Exception):  # a build without NCCL
         facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return facts
 
 
-def _links(places: list[str]) -> list[list[str]]:
+def links_between(buses: list[str]) -> list[list[str]]:
     """The kind of link between each two GPUs with these bus addresses, "" if unknown."""
     table = hardware.link_table(probe_root())
     listed = tool("nvidia-smi", "--query-gpu=pci.bus_id", "--format=csv,noheader") or ""
     numbers = {bus.lower()[-12:]: str(i) for i, bus in enumerate(listed.split())}
-    names = [numbers.get(place, place) for place in places]  # AMD's GPUs are named by address
+    names = [numbers.get(bus, bus) for bus in buses]  # AMD's GPUs are named by address
     return [[table.get((a, b), "") for b in names] for a in names]
 
 
@@ -73,11 +66,13 @@ def choices() -> dict:
     is tried on the GPU."""
     from llm_demo.run.choices import choose_attention, choose_compile, probe_backend
 
-    device, lines = this_device(), []
+    device = this_device()
     dtype, reason = hardware.pick_dtype("auto", device)
+    lines = [(OK, "dtype", f"{dtype} by default: {reason}", "")]
 
     def probe(impl, *given):
-        if problem := probe_backend(impl, *given):
+        problem = probe_backend(impl, *given)
+        if problem:
             fix = "nothing to do, another backend is used; a newer driver or torch may help"
             lines.append((WARNING, "attention", f"{impl} fails: {problem}", fix))
         return problem
@@ -88,121 +83,62 @@ def choices() -> dict:
         lines.append((OK, "attention", text, ""))
     compiled, why = choose_compile(None, device, impl, lambda: None)
     lines.append((OK, "compile", f"{'on' if compiled else 'off'} by default: {why}", ""))
-    return {"lines": [(OK, "dtype", f"{dtype} by default: {reason}", ""), *lines]}
+    return {"lines": lines}
 
 
-def gemm(device: str, vendor="", bus="", seconds=0.7, square=8192, rows=4096, widths=WIDTHS):
-    """TFLOP/s on a device: "rates" of square products by dtype, `seconds` for each, and "products"
-    in a model's shapes, on AMD also with hipBLASLt, in words; "subnormals": whether small
-    fp16 values survive a product; "load": what the driver says meanwhile of the GPU at this bus
-    address."""
-    rates = {}
+def rates(device: str, seconds: float = 0.7, size: int = 8192) -> dict:
+    """ "rates": TFLOP/s of square products on a device, by dtype, `seconds` for each."""
+    found = {}
     if device != "cpu":
         torch.cuda.set_device(device)
-    with ThreadPoolExecutor() as pool:
-        for name, dtype in reversed(DTYPES.items()):
-            ones = torch.ones(256, 256, device=device, dtype=dtype)
-            if not bool((ones @ ones == 256).all()):
-                return {"problem": f"a product of ones in {dtype} is not 256 everywhere"}
-            ab = [torch.randn(square, square, device=device).to(dtype) for _ in range(2)]
-            rates[name] = _rate(*ab, seconds)
-        load = pool.submit(_load, vendor, bus)  # two seconds have made it warm
-        while not load.done():
-            _rate(*ab, 0.1)
-    products, small = [_products(device, rows, widths)], ones.half() * 2.0**-20
-    if vendor == "amd":
-        prefer = torch.backends.cuda.preferred_blas_library
-        products[0] += f"; {prefer()}"
-        with contextlib.suppress(RuntimeError):
-            asked = prefer("hipblaslt")
-            products.append(f"{_products(device, rows, widths)}; asked for hipBLASLt, {asked}")
-    # some matrix units take values below 2**-14 for zero
-    survive = bool((small @ ones.half() == 2.0**-12).all())
-    return {"rates": rates, "load": load.result(), "products": products, "subnormals": survive}
+    for name, dtype in DTYPES.items():
+        ones = torch.ones(256, 256, device=device, dtype=dtype)
+        if not bool((ones @ ones == 256).all()):
+            return {"problem": f"a product of ones in {dtype} is not 256 everywhere"}
+        # random, because zeros draw less power and run faster
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        out = torch.mm(a, b)
+        spent = seconds_of(partial(torch.mm, a, b, out=out), seconds)
+        found[name] = 2 * size**3 / spent / 1e12
+    return {"rates": found}
 
 
-def _load(vendor: str, bus: str) -> str:
-    """Clock, temperature and power of a GPU, as its driver says them now."""
-    if vendor == "nvidia":
-        query = f"--query-gpu={FIELDS}", "--format=csv"
-        return tool("nvidia-smi", "-i", bus, *query, limit=5) or ""
-    time.sleep(0.1)  # a product is running by then
-    folder, files = probe_root() / "sys/bus/pci/devices" / bus, {}
-    for file in (*folder.glob("hwmon/*/*_*"), folder / "pp_dpm_sclk"):
-        with contextlib.suppress(OSError):  # a sensor that is off
-            files[file.name] = file.read_text("utf-8").strip()
-    number = lambda name: float(text) if (text := files.get(name, "")).isdecimal() else 0.0  # noqa: E731
-    of = lambda limit, unit: f" of {limit:.0f} {unit}" if limit else f" {unit}"  # noqa: E731
-    clocks = re.findall(r"(\d+)Mhz( \*)?", files.get("pp_dpm_sclk", ""))  # * marks the current one
-    parts = [f"{mhz}{of(float(clocks[-1][0]), 'MHz')}" for mhz, now in clocks if now]
-    spot = next((name for name, text in files.items() if text == "junction"), "temp1_label")
-    heat, limit = (number(spot.replace("label", end)) / 1e3 for end in ("input", "crit"))
-    parts += [f"{heat:.0f}{of(limit, '°C')}" + AT_LIMIT * (0 < limit - 2 < heat)] * bool(heat)
-    power = number("power1_average") or number("power1_input")
-    parts += [f"{power / 1e6:.0f}{of(number('power1_cap') / 1e6, 'W')}"] * bool(power)
-    return ", ".join(parts)
-
-
-def _seconds(run, least):
+def seconds_of(run: Callable, least: float) -> float:
     """Seconds that run() takes, on the current device too; measured for `least` seconds."""
-    return _mean(run, 1 + int(least / _mean(run, 1)))
+    return mean(run, 1 + int(least / mean(run, 1)))
 
 
-def _mean(run, times):
-    return Timer("run()", globals={"run": run}).timeit(times).mean  # waits for the device
+def mean(run: Callable, times: int) -> float:
+    """Seconds of run(), which the timer follows by waiting for the device."""
+    return Timer("run()", globals={"run": run}).timeit(times).mean
 
 
-def _rate(a, b, least):
-    out = torch.mm(a, b)
-    spent = _seconds(lambda: torch.mm(a, b, out=out), least)
-    return 2 * a.numel() * b.shape[1] / spent / 1e12
-
-
-def _products(device, rows, widths):
-    """TFLOP/s of three products with two of the model's weights, in words. The inputs are random,
-    because zeros draw less power and run faster."""
-    text = "output/input/weight gradient, TFLOP/s"
-    for name, n in itertools.product(("bf16", "fp16"), widths):
-        shapes = ((rows, HIDDEN), (n, HIDDEN), (rows, n))
-        x, w, g = (torch.randn(*s, device=device, dtype=DTYPES[name]) for s in shapes)
-        rates = (f"{_rate(*ab, 0.03):.0f}" for ab in ((x, w.T), (g, w), (g.T, x)))
-        text += f"; {name} {HIDDEN:,} x {n:,} {'/'.join(rates)}"
-    return text
-
-
-def kernels(device: str, dtype: str, go: str, rows: int = 4096) -> dict:
-    """What plain kernels and faster ones take: "cases": name -> [ms plain, ms faster, relative
-    difference of their results], or the problem; the compiled block's "tflops"; `host_speed`.
-
-    Compiles first, and measures when the file `go` exists."""
-    place = device, DTYPES[dtype], rows
-    block = _block(*place)
-    with contextlib.suppress(Exception):  # it will be reported below
-        block[1]()
-    while not os.path.exists(go):
-        time.sleep(0.02)
-    cases = {
-        "a compiled block": lambda: block,
-        "the loss kernel and a copy of logits": lambda: _losses(*place),
-        "attention by SDPA's choice": lambda: _attention(*place, sums=False),
-        "math attention with 16-bit sums": lambda: _attention(*place, sums=True),
-    }
-    answer = host_speed(device) | {"cases": {}}
-    for name, make in cases.items():
+def kernels(device: str, dtype: str, rows: int = 4096) -> dict:
+    """What plain kernels and faster ones take. "cases": name -> [ms plain, ms faster, relative
+    difference of their results], or the problem; "tflops" of the compiled block; "launch_us": of a
+    kernel's launch."""
+    answer = {"cases": {}}
+    for name, make in (
+        ("a compiled block", compiled_block),
+        ("the loss kernel and a copy of logits", loss_kernel),
+    ):
         try:
-            runs = make()
+            runs = make(device, DTYPES[dtype], rows)
             plain, faster = (run().to(torch.float32, copy=True) for run in runs)
             error = (faster.sub_(plain).norm() / plain.norm()).item()
             del plain, faster
-            answer["cases"][name] = [*(1e3 * _seconds(run, 0.1) for run in runs), error]
+            answer["cases"][name] = [*(1e3 * seconds_of(run, 0.1) for run in runs), error]
         except Exception as e:
             answer["cases"][name] = words_of(e)
-    if isinstance(spent := answer["cases"]["a compiled block"], list):
-        answer["tflops"] = BLOCK_FLOPS * rows / spent[1] / 1e9
+    block = answer["cases"]["a compiled block"]
+    if isinstance(block, list):
+        answer["tflops"] = BLOCK_FLOPS * rows / block[1] / 1e9
+    x = torch.zeros(1, device=device)
+    answer["launch_us"] = 1e6 * seconds_of(lambda: x.add_(1), 0.1)
     return answer
 
 
-def _block(device, dtype, rows):
+def compiled_block(device: str, dtype: torch.dtype, rows: int) -> list[Callable]:
     """A block of Qwen3-0.6B, forward and backward for 4 x rows / 4 tokens: eager, compiled."""
     from transformers import AutoConfig
     from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
@@ -219,10 +155,10 @@ def _block(device, dtype, rows):
         out = forward(x, position_embeddings=rotary)
         return torch.autograd.grad(out, [x, *layer.parameters()], up)[0]
 
-    return [functools.partial(run, f) for f in (layer, torch.compile(layer, dynamic=False))]
+    return [partial(run, layer), partial(run, torch.compile(layer, dynamic=False))]
 
 
-def _losses(device, dtype, rows):
+def loss_kernel(device: str, dtype: torch.dtype, rows: int) -> list[Callable]:
     """Copies logits [rows, vocabulary]; their loss and its gradient: plain, by our kernel."""
     from llm_demo.core import loss
 
@@ -234,102 +170,88 @@ def _losses(device, dtype, rows):
         return copy
 
     ours = loss._kernel(torch.device(device).type) or loss._loss_of_logits
-    return [functools.partial(run, f) for f in (loss._loss_of_logits, ours)]
+    return [partial(run, loss._loss_of_logits), partial(run, ours)]
 
 
-def _attention(device, dtype, rows, sums):
-    """Attention of 4 documents of rows / 4 tokens, forward and backward: by the math kernel, and by
-    the kernel that SDPA picks or, if `sums`, by the math kernel with sums in 16 bits."""
-    shapes = [(4, n, rows // 4, 128) for n in (16, 8, 8, 16)]
-    q, k, v, up = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
-    q.requires_grad_()
-
-    def run(math, sums):
-        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(sums)
-        with sdpa_kernel(SDPBackend.MATH) if math else contextlib.nullcontext():
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return torch.autograd.grad(out, q, up)[0]
-
-    return [functools.partial(run, *way) for way in ((True, False), (sums, sums))]
-
-
-def host_speed(device: str) -> dict:
-    """Seconds of 3 million additions in Python; microseconds to launch a kernel, on a GPU."""
-    speed = {"python_s": Timer("for i in range(3_000_000): total += i", "total = 0").timeit(1).mean}
-    if device != "cpu":
-        x = torch.zeros(1, device=device)
-        speed["launch_us"] = 1e6 * _seconds(lambda: x.add_(1), 0.1)
-    return {"host": speed}
-
-
-def group(device: str, index: int, members: list[int], meeting: str, limit: float) -> dict:
-    """Form a group of processes through a file beginning with `meeting`; verify and time sends and
-    all-reduces. Drivers report peer-to-peer as working where it hangs or returns wrong values, so
-    every received value is compared. members: the processes, of which this one is `index`.
+def group(device: str, members: list[int], rank: int, meeting: str, limit: float) -> dict:
+    """Form a group of processes through the file `meeting`; verify and time sends and all-reduces.
+    Drivers report peer-to-peer as working where it hangs or returns wrong values, so every received
+    value is compared. members: the indices of the group's GPUs.
 
     Returns "wrong": operation -> wrong elements, "elements": how many were compared, and the rate
     in GB/s (1e9 bytes) over one GPU's link: "all_reduce"; for two processes also "latency_us" of
     one small send. limit: seconds for an operation, after which PyTorch ends the process."""
-    rank, size = members.index(index), len(members)
-    backend, options = "gloo", {}
+    size, backend, options = len(members), "gloo", {}
     if device != "cpu":
         torch.cuda.set_device(device)
         backend, options = "cpu:gloo,cuda:nccl", {"device_id": torch.device(device)}
     stay_on_loopback()
-    meeting = {"init_method": f"file://{meeting}{members}", "rank": rank, "world_size": size}
-    dist.init_process_group(backend, timeout=timedelta(seconds=limit), **meeting, **options)
-    wrong, elements = _verify(device, rank, size)
-    rates = _rates(device, rank, size)
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{meeting}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=limit),
+        **options,
+    )
+    wrong, elements = verify(device, rank, size)
+    speeds = link_speed(device, rank, size)
     ranks = [None] * size  # objects use gloo, as in training; when they are there, all are done
     dist.all_gather_object(ranks, rank)
     wrong["all_gather_object"] = int(ranks != list(range(size)))
     dist.destroy_process_group()
-    return {"wrong": wrong, "elements": elements, **rates}
+    return {"wrong": wrong, "elements": elements, **speeds}
 
 
-def _numbers(device, n, rank, turn):
+def numbers(device: str, n: int, rank: int, turn: int) -> torch.Tensor:
     """int32 [n] that depend on place, rank and turn, so that stale values are detected."""
-    numbers = torch.arange(n, dtype=torch.int32, device=device)
-    return numbers.mul_(3).add_(1000 * turn + 7 * rank + 1)
+    places = torch.arange(n, dtype=torch.int32, device=device)
+    return places.mul_(3).add_(1000 * turn + 7 * rank + 1)
 
 
-def _verify(device, rank, size):
+def verify(device: str, rank: int, size: int) -> tuple[dict[str, int], int]:
     """({operation: wrong elements}, elements compared)"""
     wrong, elements, turn = {"send": 0, "all_reduce": 0}, 0, 0
-    # NCCL has different protocols for small, medium and large messages.
-    sizes = (1 << 8, 1 << 18) if device == "cpu" else (1 << 8, 1 << 18, 1 << 24)
-    for n in (n for n in sizes for _ in range(2)):
+    # NCCL has different protocols for small, medium and large messages
+    lengths = (1 << 8, 1 << 18) if device == "cpu" else (1 << 8, 1 << 18, 1 << 24)
+    for n in (n for n in lengths for _ in range(2)):
         turn += 1
         for source in range(2) if size == 2 else ():
             if rank == source:
-                dist.send(_numbers(device, n, rank, turn), dst=1 - source)
+                dist.send(numbers(device, n, rank, turn), dst=1 - source)
             else:
                 got = torch.full((n,), -1, dtype=torch.int32, device=device)
                 dist.recv(got, src=source)
-                wrong["send"] += int((got != _numbers(device, n, source, turn)).sum())
+                wrong["send"] += int((got != numbers(device, n, source, turn)).sum())
                 elements += n
-        total = _numbers(device, n, rank, turn)
+        total = numbers(device, n, rank, turn)
         dist.all_reduce(total)
-        expected = sum(_numbers(device, n, r, turn).long() for r in range(size))
+        expected = sum(numbers(device, n, r, turn).long() for r in range(size))
         wrong["all_reduce"] += int((total.long() != expected).sum())
         elements += n
     return wrong, elements
 
 
-def _rates(device, rank, size):
+def link_speed(device: str, rank: int, size: int) -> dict[str, float]:
+    """GB/s of an all-reduce over one GPU's link; of two processes also a send's latency in µs."""
     one = torch.zeros(1, device=device)
     data = torch.zeros((1 if device == "cpu" else 64) << 20, device=device)
 
     def there_and_back():
         for source in range(2):
-            (dist.send if rank == source else dist.recv)(one, 1 - rank)
+            if rank == source:
+                dist.send(one, 1 - rank)
+            else:
+                dist.recv(one, 1 - rank)
 
     gb = data.numel() * 4 / 1e9 * 2 * (size - 1) / size
-    rates = {"all_reduce": gb / _mean(lambda: dist.all_reduce(data), 6)}
+    speeds = {"all_reduce": gb / mean(partial(dist.all_reduce, data), 6)}
     if size == 2:
-        rates["latency_us"] = _mean(there_and_back, 50) / 2 * 1e6
-    return rates
+        speeds["latency_us"] = mean(there_and_back, 50) / 2 * 1e6
+    return speeds
 
+
+TASKS = {f.__name__: f for f in (torch_facts, choices, rates, kernels, group)}
 
 if __name__ == "__main__":
-    serve(globals())
+    serve(TASKS)

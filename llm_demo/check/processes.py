@@ -4,6 +4,7 @@ Nothing here imports torch, because that import may be what hangs."""
 
 import contextlib
 import ctypes
+import itertools
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from llm_demo.machine.files import ROOT
@@ -19,7 +20,8 @@ from llm_demo.machine.process import LIBC, PARENT
 from llm_demo.machine.text import words_of
 
 MODULE = "llm_demo.check.experiments"
-LIMIT, GRACE, TOTAL = 20, 3, 40  # seconds without progress; so after a failure; for all attempts
+LIMIT = 30  # seconds for a group of processes, imports included
+GRACE = 5  # seconds for the others once one has failed, for which they may wait
 P2P_OFF = "NCCL_P2P_DISABLE"
 
 
@@ -38,108 +40,121 @@ def end(process: subprocess.Popen) -> None:
 
 def tool(*command: str, limit: float = 15) -> str | None:
     """The output of a tool such as nvidia-smi: "" if it is missing or fails, None if it hangs."""
-    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     try:
-        process = subprocess.Popen(command, **streams, text=True, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
         output, _ = process.communicate(timeout=limit)
     except OSError:
         return ""
     except subprocess.TimeoutExpired:
-        return end(process)
+        end(process)
+        return None
     return "" if process.returncode else output
 
 
 class Job:
-    """A process that runs tasks in order and writes each answer to a file, a line of JSON.
+    """A process that runs one experiment and writes its answer to a file, as JSON."""
 
-    tasks: (a function of `module`, its arguments by name). The process ends after a failed one."""
-
-    def __init__(self, tasks: list, folder: str, module: str = MODULE, **env: str):
-        self.tasks = tasks
-        self.file = Path(tempfile.mkdtemp(dir=folder)) / "answers"
-        self.file.touch()
-        # NVLink multicast is not needed here, and could fail
-        fixed = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    def __init__(self, task: str, arguments: dict, folder: str, module: str = MODULE, **env: str):
+        """task: a function of `module`. env: further environment variables."""
+        self.file = Path(tempfile.mkdtemp(dir=folder)) / "answer"
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        fixed |= {"PYTHONPATH": path, PARENT: str(os.getpid())}
-        env = {"OMP_NUM_THREADS": "1", "NCCL_DEBUG": "WARN", **os.environ, **fixed, **env}
-        command = [sys.executable, "-m", module, self.file, json.dumps(tasks)]
+        fixed = {
+            "PYTHONPATH": path,
+            PARENT: str(os.getpid()),
+            # NVLink multicast is not needed here, and could fail
+            "NCCL_NVLS_ENABLE": "0",
+            "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+        }
+        defaults = {"OMP_NUM_THREADS": "1", "NCCL_DEBUG": "WARN"}
         with open(self.file.with_name("log"), "wb") as log:
-            streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-            self.process = subprocess.Popen(command, **streams, env=env, start_new_session=True)
-
-    def answers(self) -> list[dict]:
-        """The answers so far; {"problem": text} for a task that failed."""
-        return [json.loads(line) for line in self.file.read_text("utf-8").split("\n")[:-1]]
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, self.file, task, json.dumps(arguments)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**defaults, **os.environ, **fixed, **env},
+                start_new_session=True,
+            )
 
     def last_words(self) -> list[str]:
         """The last lines of its output."""
         lines = self.file.with_name("log").read_text("utf-8", "replace").splitlines()
         return [line for line in lines if line.strip()][-40:]
 
+    def answer(self) -> dict:
+        """What the experiment returned; {"problem": text} if it raised, or if its process died."""
+        if self.file.exists():
+            return json.loads(self.file.read_text("utf-8"))
+        code = self.process.returncode
+        ending = f"died of {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return {"problem": ": ".join([ending, *self.last_words()[-1:]])}
 
-def finish(jobs: Iterable[Job], limit: float = 90, grace: float = 90) -> list[list[dict]]:
-    """Wait for jobs; their answers, with {"problem": text} last after a crash. Those that still run
-    are killed after `limit` seconds in which no task was done, which they answer by a problem with
-    "hung": True; or, as they may wait for a job that failed, `grace` seconds after the last answer:
-    then they may lack one."""
-    known, last, failed = -1, time.monotonic(), False
-    while running := [job for job in jobs if job.process.poll() is None]:
-        sizes = {job: job.file.stat().st_size for job in jobs}
-        if sum(sizes.values()) > known:
-            known, last = sum(sizes.values()), time.monotonic()
-        failed = any(job.process.returncode for job in jobs)
-        patience = limit if all(sizes[job] for job in running) else max(limit, 60)  # imports
-        if time.monotonic() > last + (min(grace, patience) if failed else patience):
-            break
+
+def finish(jobs: list[Job], limit: float = 120) -> list[dict]:
+    """The answers of jobs. Those that run longer than `limit` seconds, or than GRACE seconds after
+    another one failed, are killed; their answer is a problem with "hung": True."""
+    deadline = time.monotonic() + limit
+    while any(job.process.poll() is None for job in jobs) and time.monotonic() < deadline:
+        if any(job.process.returncode for job in jobs):
+            deadline = min(deadline, time.monotonic() + GRACE)
         time.sleep(0.05)
-    answers = {job: job.answers() for job in jobs}  # first: others may fail when one is killed
-    for job in running:
+    hung = [job for job in jobs if job.process.poll() is None]
+    for job in hung:
         end(job.process)
-    for job, each in answers.items():
-        code, late = job.process.returncode or 0, f"no answer within {limit:.0f} s"
-        if len(each) == len(job.tasks) or each and "problem" in each[-1]:
-            continue
-        if job not in running:
-            how = f"died of {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            each.append({"problem": ": ".join([how, *job.last_words()[-1:]])})
-        elif not failed or grace >= limit:
-            each.append({"problem": late, "hung": True})
-    return list(answers.values())
+    late = {"problem": f"no answer within {limit:.0f} s", "hung": True}
+    return [late if job in hung and not job.file.exists() else job.answer() for job in jobs]
+
+
+def rounds_of(groups: list[tuple]) -> list[list[tuple]]:
+    """Groups in rounds: those of one round have no member in common and can run at once."""
+    rounds = []
+    for group in groups:
+        for others in rounds:
+            if not set(group) & set(itertools.chain(*others)):
+                others.append(group)
+                break
+        else:
+            rounds.append([group])
+    return rounds
 
 
 def try_groups(groups: list, device: str, start: Callable, folder: str, limit=LIMIT) -> dict:
-    """group -> result: what experiments.group returned, or a problem. A process for each index
-    joins the groups that hold it, in their order. A group that fails ends the processes; new ones
-    try the others, but none of more than two.
+    """group -> result: what experiments.group returned, or a problem.
 
-    groups: tuples of indices. device: "cuda:{}" or "cpu". start(*tasks) -> Job."""
-    results, left, begun = {}, list(groups), time.monotonic()
-    while left and time.monotonic() < begun + TOTAL:
-        members, meeting = sorted(set().union(*left)), f"{folder}/{time.monotonic_ns()}"
-        mine, jobs = {i: [g for g in left if i in g] for i in members}, {}
-        for i in members:
-            # PyTorch's own limit is longer than ours, because it aborts the process
-            place = {"device": device.format(i), "index": i, "meeting": meeting, "limit": 4 * limit}
-            jobs[i] = start(*(("group", place | {"members": g}) for g in mine[i]))
-        answers = zip(members, finish(jobs.values(), limit, GRACE), strict=True)
-        given = {i: dict(zip(mine[i], each, strict=False)) for i, each in answers}
-        for g in left:
-            each = [given[i].get(g, {"waits": True}) for i in g]
-            broke = any("problem" in answer and "hung" not in answer for answer in each)
-            if not broke and any("waits" in answer for answer in each):
-                continue  # for a member that is still at an earlier group: this one may be well
-            results[g] = _combine(each)
-            if results[g].get("problem"):
-                results[g]["log"] = [line for i in g for line in jobs[i].last_words()]
-        failed = any(map(failure, results.values()))
-        left = [g for g in left if g not in results and not (failed and len(g) > 2)]
+    groups: tuples of indices. device: "cuda:{}" or "cpu". start(task, arguments) -> Job."""
+    results = {}
+    for at_once in rounds_of(groups):
+        jobs = {}
+        for group in at_once:
+            meeting = f"{folder}/{time.monotonic_ns()}"
+            for index in group:
+                arguments = {
+                    "device": device.format(index),
+                    "members": group,
+                    "rank": group.index(index),
+                    "meeting": meeting,
+                    "limit": 4 * limit,  # PyTorch's own, which would abort the process
+                }
+                jobs[group, index] = start("group", arguments)
+        answers = dict(zip(jobs, finish([*jobs.values()], limit), strict=True))
+        for group in at_once:
+            result = combine([answers[group, index] for index in group])
+            if "problem" in result:
+                result["log"] = [line for i in group for line in jobs[group, i].last_words()]
+            results[group] = result
     return results
 
 
-def _combine(answers: list[dict]) -> dict:
+def combine(answers: list[dict]) -> dict:
     """One result from the answers of a group's processes."""
-    failed = [answer for answer in answers if answer.get("problem")]
+    failed = [answer for answer in answers if "problem" in answer]
     if failed:  # a process that hung may only have waited for one that failed
         return dict(min(failed, key=lambda answer: answer.get("hung", False)))
     wrong = {name: sum(a["wrong"][name] for a in answers) for name in answers[0]["wrong"]}
@@ -151,7 +166,7 @@ def failure(result: dict | None) -> str | None:
     """The problem with a group's result; None if every value was correct."""
     if result is None:
         return None
-    if result.get("problem"):
+    if "problem" in result:
         return f"{'hang' if result.get('hung') else 'fail'} ({result['problem']})"
     wrong = [f"{count:,} in {name}" for name, count in result["wrong"].items() if count]
     if wrong:
@@ -160,17 +175,15 @@ def failure(result: dict | None) -> str | None:
 
 
 def serve(functions: dict) -> None:
-    """What a job's process runs: `functions` by the names of its tasks."""
+    """What a job's process runs: one of `functions`, by the name of its task."""
     if LIBC is not None:  # don't lose NCCL's last lines in a buffer
         LIBC.setvbuf(ctypes.c_void_p.in_dll(LIBC, "stdout"), None, 1, 0)
-    file, tasks = sys.argv[1:]
-    with open(file, "a", encoding="utf-8") as answers:
-        for name, arguments in json.loads(tasks):
-            try:
-                answer = functions[name](**arguments)
-            except Exception as e:
-                answer = {"problem": words_of(e)}
-            print(json.dumps(answer), file=answers, flush=True)
-            if "problem" in answer:
-                os._exit(1)
-    os._exit(0)  # a broken process group would block a plain exit
+    file, task, arguments = sys.argv[1:]
+    try:
+        answer = functions[task](**json.loads(arguments))
+    except Exception as e:
+        answer = {"problem": words_of(e)}
+    part = Path(f"{file}.part")
+    part.write_text(json.dumps(answer), encoding="utf-8")
+    part.rename(file)
+    os._exit("problem" in answer)  # a broken process group would block a plain exit
