@@ -240,7 +240,7 @@ def words_for(condition, kind):
     if not value:
         others = {field.default, field.metadata["off"]}
         tries = ("true", "2", "0.5", "4", "a", *parsing.choices_of(field))
-        allowed = [text for text in tries if not parsing.problem_of(field, text)]
+        allowed = [text for text in tries if not parsing.why_refused(field, text)]
         value = next(text for text in allowed if parsing.value_of(field, text) not in others)
     return f"--{name}={value}"
 

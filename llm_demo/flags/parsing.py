@@ -124,7 +124,7 @@ def env_of(field: dataclasses.Field) -> str:
 
 def value_of(field: dataclasses.Field, text: str):
     """What `text` means as the value of a flag. Raises UserError if it is not allowed."""
-    problem = problem_of(field, text)
+    problem = why_refused(field, text)
     if problem:
         raise UserError(f"--{field.name} {text[:80]}: {problem}")
     kind = kind_of(field)
@@ -135,7 +135,7 @@ def value_of(field: dataclasses.Field, text: str):
     return kind(text)
 
 
-def problem_of(field: dataclasses.Field, text: str) -> str:
+def why_refused(field: dataclasses.Field, text: str) -> str:
     """What the text of a flag's value must be and is not; "" if it is allowed."""
     kind = kind_of(field)
     rules = field.metadata
