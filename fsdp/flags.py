@@ -3,7 +3,7 @@
 import dataclasses
 
 from llm_demo.core.errors import UserError
-from llm_demo.flags.args import MAX_COUNT, ExpertArgs, SpreadArgs, check_divides_rows
+from llm_demo.flags.args import MAX_COUNT, ExpertArgs, LowBitArgs, SpreadArgs, check_divides_rows
 from llm_demo.flags.parsing import flag
 from llm_demo.model.adapter_folder import adopted
 
@@ -122,4 +122,4 @@ def sums_each(args) -> bool:
     return args.optimizer_on_host or args.reshard_after_forward and args.replicas == "1"
 
 
-GROUPS = (FsdpArgs, SpreadArgs, ExpertArgs)
+GROUPS = (FsdpArgs, LowBitArgs, SpreadArgs, ExpertArgs)

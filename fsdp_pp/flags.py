@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from llm_demo.core.errors import UserError
-from llm_demo.flags.args import ExpertArgs, SpreadArgs, StageArgs
+from llm_demo.flags.args import ExpertArgs, LowBitArgs, SpreadArgs, StageArgs
 from llm_demo.flags.parsing import flag
 
 
@@ -49,4 +49,4 @@ class FsdpPipeArgs(StageArgs):
             raise UserError(f"--schedule {args.schedule} needs --stages of at least 2")
 
 
-GROUPS = (FsdpPipeArgs, SpreadArgs, ExpertArgs)
+GROUPS = (FsdpPipeArgs, LowBitArgs, SpreadArgs, ExpertArgs)

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from llm_demo.core.errors import UserError
 from llm_demo.flags import parsing
-from llm_demo.flags.args import MAX_COUNT, MAX_TOKENS, TrainArgs
+from llm_demo.flags.args import MAX_COUNT, MAX_TOKENS, LowBitArgs
 from llm_demo.flags.parsing import PlainParser, whole
 from llm_demo.machine.cards import CARDS, NVLINK, PCIE, SUSTAINED
 from llm_demo.machine.process import command, early
@@ -57,7 +57,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="rank of adapters; default: 0, all weights",
     )
     add("--base_bits", type=int, choices=(4, 16), default=16, help="of the weights under adapters")
-    moments = parsing.choices(TrainArgs, "optim_state")
+    moments = parsing.choices(LowBitArgs, "optim_state")
     add("--optim_state", choices=moments, default="fp32", help="dtype of AdamW's moments")
     number("--host_memory", help="GiB of the host's memory for the run; default: as needed")
     number("--tflops", help=f"TFLOP/s that a card sustains; default: {SUSTAINED} x its peak")

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from llm_demo.core.errors import UserError
-from llm_demo.flags.args import StageArgs, refuse_with_deepspeed
+from llm_demo.flags.args import StageArgs
 from llm_demo.flags.parsing import flag
 from llm_demo.machine.files import ROOT
 
@@ -34,7 +34,6 @@ class PipeArgs(StageArgs):
 
     @staticmethod
     def check(args) -> None:
-        refuse_with_deepspeed(args)
         least = max(4, 2 * args.stages)
         if args.schedule == "dualpipev" and (args.stages < 2 or args.grad_accum_steps < least):
             raise UserError(

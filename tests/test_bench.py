@@ -24,14 +24,11 @@ from bench import checkpoints, held_out, plots, store, table
 from bench import run as bench
 from bench.held_out import WAYS as HELD_OUT
 from bench.peers import torchtitan, trl
-from fsdp.flags import FsdpArgs
-from fsdp_pp.flags import FsdpPipeArgs
 from llm_demo.core.errors import UserError
-from llm_demo.flags.args import ExpertArgs, SpreadArgs, less_memory, parse_args
+from llm_demo.flags.args import less_memory, parse_args
+from llm_demo.flags.parsing import groups_of
 from llm_demo.machine import device
 from llm_demo.machine.dist import run as run_main
-from pp.flags import PipeArgs
-from zero.flags import ZeroArgs
 
 
 @pytest.fixture
@@ -191,8 +188,7 @@ def test_grids_and_names():
 
 
 def test_scripts_take_the_flags_of_all_presets():
-    own = {"fsdp": (FsdpArgs, SpreadArgs, ExpertArgs), "pp": (PipeArgs,), "zero": (ZeroArgs,)}
-    own["fsdp_pp"] = FsdpPipeArgs, SpreadArgs, ExpertArgs
+    own = {kind: groups_of(ROOT / kind) for kind in ("fsdp", "pp", "zero", "fsdp_pp")}
     for row in (row for rows in bench.PRESETS.values() for row in rows):
         row = {**bench.DEFAULTS, **row}
         if row["engine"] in own:

@@ -148,10 +148,8 @@ REFUSED = [
     ("fsdp_pp", "--schedule interleaved --grad_accum_steps 3",
      "--schedule interleaved needs --grad_accum_steps that is a multiple of --stages 2, not 3"),
     ("fsdp_pp", "--schedule v --stages 1", "--schedule v needs --stages of at least 2"),
-    ("pp", "--optim_state bf16", "--optim_state bf16 does not work with DeepSpeed, which has bf16 "
-     "moments only beside bf16 masters: use fsdp/ or fsdp_pp/"),
-    ("zero", "--fp8", "--fp8 rowwise_gw does not work with DeepSpeed's engines: use fsdp/ or "
-     "fsdp_pp/"),
+    ("pp", "--optim_state bf16", "--optim_state: only for fsdp/ and fsdp_pp/"),
+    ("zero", "--fp8", "--fp8: only for fsdp/ and fsdp_pp/"),
     ("zero", "--lora-rank=16", "--lora_rank=16: only for fsdp/"),
     ("pp", "--freeze_router", "--freeze_router: only for fsdp/ and fsdp_pp/"),
     ("fsdp", "--stages=2", "--stages=2: only for fsdp_pp/ and pp/"),

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-from llm_demo.flags.args import refuse_with_deepspeed
 from llm_demo.flags.parsing import flag
 from llm_demo.machine.files import ROOT
 
@@ -19,10 +18,6 @@ class ZeroArgs:
         saves_memory="zero/ds_zero3.json, or zero/ds_zero3_offload.json if the host has the memory",
         path=True,
     )
-
-    @staticmethod
-    def check(args) -> None:
-        refuse_with_deepspeed(args)
 
 
 GROUPS = (ZeroArgs,)

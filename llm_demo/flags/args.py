@@ -211,16 +211,6 @@ class TrainArgs:
         "has it, else fp16. Short forms: --bf16, --fp16.",
         tags="resume card",
     )
-    fp8: Literal["none", "rowwise_gw", "rowwise", "blockwise"] = flag(
-        "none",
-        "Products of the large linear layers of blocks in fp8, which is approximate. --fp8 alone "
-        "means rowwise_gw, with weights' gradients in bf16. blockwise: as DeepSeek-V3.",
-        tags="resume",
-        alone="rowwise_gw",
-    )
-    optim_state: Literal["fp32", "bf16"] = flag(
-        "fp32", "Dtype of AdamW's moments. bf16 is approximate.", tags="resume"
-    )
     shuffle: bool = flag(True, "Shuffle the rows in every epoch. Off: they come in file order.")
     length_warmup: int = flag(0, "Number of first steps whose rows come shortest first. 0: none.")
     seed: int = flag(
@@ -330,6 +320,22 @@ class Args(RunArgs, TrainArgs, DataArgs, ModelArgs):
 
 
 @dataclasses.dataclass(frozen=True)
+class LowBitArgs:
+    """Lower precision"""
+
+    fp8: Literal["none", "rowwise_gw", "rowwise", "blockwise"] = flag(
+        "none",
+        "Products of the large linear layers of blocks in fp8, which is approximate. --fp8 alone "
+        "means rowwise_gw, with weights' gradients in bf16. blockwise: as DeepSeek-V3.",
+        tags="resume",
+        alone="rowwise_gw",
+    )
+    optim_state: Literal["fp32", "bf16"] = flag(
+        "fp32", "Dtype of AdamW's moments. bf16 is approximate.", tags="resume"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class SpreadArgs:
     """Blocks over ranks"""
 
@@ -436,20 +442,6 @@ def check_divides_rows(args, name: str) -> None:
         raise UserError(f"--{name} {ranks} does not divide --seq_len {args.seq_len}")
 
 
-def refuse_with_deepspeed(args) -> None:
-    """Raise UserError for what does not work with DeepSpeed: fp8, and moments in bf16. Its own
-    `bf16_optimizer_states` needs `bf16_master_weights_and_grads`, and its steps take fp32 ones."""
-    if args.fp8 != "none":
-        raise UserError(
-            f"--fp8 {args.fp8} does not work with DeepSpeed's engines: use fsdp/ or fsdp_pp/"
-        )
-    if args.optim_state != "fp32":
-        raise UserError(
-            f"--optim_state {args.optim_state} does not work with DeepSpeed, which has bf16 "
-            "moments only beside bf16 masters: use fsdp/ or fsdp_pp/"
-        )
-
-
 def check_all(args) -> None:
     """Raise UserError for flags that do not work together. args: a dataclass of flags."""
     check_rules(args)
@@ -504,6 +496,6 @@ def less_memory(args) -> str:
         propose("lora_rank", "16, to train adapters only", 16)
     if args.lora_rank and args.base_bits != 4:
         propose("base_bits", "4, unless the model has experts", 4)
-    if not args.lora_rank and args.optim_state == "fp32":
+    if "optim_state" in vars(args) and args.optim_state == "fp32" and not args.lora_rank:
         propose("optim_state", "bf16, which is approximate", "bf16")
     return "; ".join(ways)

@@ -116,9 +116,10 @@ class Saver:
                 f"{self.path}: --freeze_router was {frozen[0]}, is {frozen[1]}: AdamW's states of "
                 "the routers would be missing"
             )
-        # What only another script has, at its default, is no change; all those defaults are falsy.
-        before = {k: value for k, value in before.items() if value or k in self.settings}
-        if changes := differences(before, {k: self.settings.get(k) for k in before}):
+        # a script without a flag has it at its value without effect
+        now = {k: self.settings.get(k, getattr(self.args, k, None)) for k in before}
+        changes = differences(before, now)
+        if changes:
             self.log.say(f"resume: settings changed: {'; '.join(changes)}")
 
     def _as_many_rows(self, before: dict) -> str:
