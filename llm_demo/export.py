@@ -68,10 +68,10 @@ from llm_demo.machine.device import DTYPES, drawn_on, this_device
 from llm_demo.machine.dist import run
 from llm_demo.machine.files import write_json, write_text
 from llm_demo.machine.process import appearing, read_text
-from llm_demo.machine.text import differences, size_of, watched, words_of
+from llm_demo.machine.text import blame, differences, size_of, watched, words_of
 from llm_demo.model.adapter_folder import BASE, BITS
 from llm_demo.model.adapters import factor_names, factors_of, in_peft, merge_into, peft_targets
-from llm_demo.model.families import TEXT_OF
+from llm_demo.model.families import family_of
 from llm_demo.model.low_bits import E4M3, SCALES, as_stored, fp8_config, laid_out
 from llm_demo.model.model_folder import describe, on_meta
 from llm_demo.model.source import TOKENIZERS, find_model, load_tokenizer, read_config
@@ -187,7 +187,7 @@ def export(
                 notes.append(IN_4_BITS)
         else:
             n_bytes = write_adapter(checkpoint, part, held, rest, lora)
-            if config.model_type in TEXT_OF.values():
+            if family_of(config).text_of:
                 notes.append(
                     "load the base with AutoModelForCausalLM: on a class with images these "
                     "adapters have no effect; for servers --merge them"
@@ -201,15 +201,14 @@ def export(
 def model_of(folder: Path) -> tuple:
     """(a run's saved configuration, {name: shape} of its model's weights, a tied one once, and
     those of them that stay in fp32). Raises UserError for any problem with it."""
-    try:
+    with blame(folder / "config.json"):  # which may come from elsewhere
         config = read_config(folder)
+        family_of(config)  # raises KeyError
         model = on_meta(config)
-        buffers = {name: t for name, t in model.named_buffers() if name in model.state_dict()}
-        weights = dict(model.named_parameters()) | buffers
-        in_fp32 = {*buffers, *(n for n in weights if n.endswith(DECAYS))}
-        return config, {name: tuple(t.shape) for name, t in weights.items()}, in_fp32
-    except Exception as e:  # the file may come from elsewhere
-        raise UserError(f"{folder}/config.json: {words_of(e)}") from e
+    buffers = {name: t for name, t in model.named_buffers() if name in model.state_dict()}
+    weights = dict(model.named_parameters()) | buffers
+    in_fp32 = {*buffers, *(n for n in weights if n.endswith(DECAYS))}
+    return config, {name: tuple(t.shape) for name, t in weights.items()}, in_fp32
 
 
 def save_finite(tensors: dict[str, torch.Tensor], file: Path, checkpoint: Path, **more) -> None:

@@ -177,7 +177,7 @@ CONFIGS = {  # what is changed in adapter_config.json: what is said
         "target_modules": ["down_proj"]
     },
     "target_modules leaves out model.layers.0.mlp.down_proj": {"target_modules": r".*\.[qv]_proj"},
-    "target_modules is neither a list nor a reg": {"target_modules": "("},
+    "target_modules as a regular expression: ": {"target_modules": "("},
     "target_modules has v_proj, of which": {"target_modules": ["q_proj", "down_proj", "v_proj"]},
     r"layers.0.* has shape \[6, 64\], but rank 5 and this": {"r": 5},
 }

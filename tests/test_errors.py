@@ -37,11 +37,12 @@ from llm_demo import fit
 from llm_demo.machine.dist import run as run_main
 from llm_demo.machine.dist import start
 from llm_demo.machine.process import fault_of_environment
-from llm_demo.model.families import EXPERTS
+from llm_demo.model.families import FAMILIES
 
 DOWN = "model.layers.0.mlp.down_proj.weight"
 HEAD = "base_model.model.lm_head.lora_A.weight"
 ADAPTER = {"peft_type": "LORA", "bias": "none", "r": 4, "lora_alpha": 8, "target_modules": ["x"]}
+EXPERTS = [name for name, family in FAMILIES.items() if family.experts]
 GOOD = '{"prompt": "Why?", "completion": "Because it is so."}\n'
 # Data files: (text, what fsdp's script says of it)
 BAD_DATA = {

@@ -39,8 +39,8 @@ from llm_demo.core.lora import Lora, apply_lora
 from llm_demo.export import export
 from llm_demo.model.adapter_folder import open_adapter
 from llm_demo.model.adapters import matrices_in, start_of
+from llm_demo.model.check_config import problems_of
 from llm_demo.model.costs import dense_width, parameters_of
-from llm_demo.model.families import problems_of
 from llm_demo.model.model_folder import open_model
 from llm_demo.run import choose_delta as delta
 from llm_demo.run.choose_delta import KERNELS, decide_rule, refuse_flags, rule_fault

@@ -44,7 +44,8 @@ def skeleton(
         )
     if rope_type(config) == "longrope":
         model.model.rotary_emb = LongRope(config)
-    if config.model_type == "granite":  # scales outside of its modules, which alone are run here
+    # Granite scales outside of its modules, which alone are run here
+    if hasattr(model.model, "embedding_multiplier"):
         first, last = model.model.embedding_multiplier, model.config.logits_scaling
         model.model.embed_tokens.register_forward_hook(lambda module, args, out: out * first)
         model.model.norm.register_forward_hook(lambda module, args, out: out / last)

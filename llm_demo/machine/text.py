@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from llm_demo.core.errors import UserError
 from llm_demo.machine.files import ROOT
 
 STOPPED = 75  # exit code of a run that was asked to stop and has saved (sysexits' EX_TEMPFAIL)
@@ -36,6 +37,19 @@ def words_of(error: BaseException) -> str:
     text = " ".join(str(error).split())[:300]
     plain = text and not isinstance(error, LookupError)
     return text if plain else f"{type(error).__name__} {text}".strip()
+
+
+@contextlib.contextmanager
+def blame(file: Path | str, *kinds: type[Exception]):
+    """Put a file's name before what a library says of it. kinds: of its errors; default: all but
+    of memory. Raises UserError."""
+    kinds = kinds or (Exception,)
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except kinds as e:
+        raise UserError(f"{file}: {words_of(e)}") from e
 
 
 def differences(before: dict, now: dict, prefix: str = "") -> list[str]:

@@ -9,17 +9,32 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from llm_demo.core.errors import UserError
 from llm_demo.machine.process import read_text, regular
-from llm_demo.machine.text import words_of
+from llm_demo.machine.text import blame
 
 # Keys of adapter_config.json that are read here, or change nothing for plain LoRA on linear layers
-READ = {"r", "lora_alpha", "use_rslora", "target_modules", "target_parameters", "lora_dropout",
-        "base_model_name_or_path"}  # fmt: skip
-WITHOUT_EFFECT = {"auto_mapping", "eva_config", "exclude_modules", "inference_mode",
-                  "megatron_core", "peft_version", "qalora_group_size", "revision"}  # fmt: skip
+READ = {
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "target_modules",
+    "target_parameters",
+    "lora_dropout",
+    "base_model_name_or_path",
+}
+WITHOUT_EFFECT = {
+    "auto_mapping",
+    "eva_config",
+    "exclude_modules",
+    "inference_mode",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+}
 ALLOWED = {  # others of its keys; what is in none of these tables may only be off or empty
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", None),
@@ -53,19 +68,14 @@ class Adapter(NamedTuple):
         return self.folder / "adapter_model.safetensors"
 
     def aims_at(self, module: str) -> bool:
-        """Whether target_modules means this module, as in peft. Raises UserError for one that is no
-        regular expression."""
+        """Whether target_modules means this module, as in peft. Raises UserError for a text that is
+        no regular expression."""
         if self.modules in (None, "all-linear"):
             return True
         if isinstance(self.modules, list):
             return any(f".{module}".endswith(f".{name}") for name in self.modules)
-        try:
+        with blame(f"{self.folder}/adapter_config.json: target_modules as a regular expression"):
             return bool(re.fullmatch(self.modules, module))
-        except (re.error, RecursionError, OverflowError) as e:
-            raise UserError(
-                f"{self.folder}/adapter_config.json: target_modules is neither a list nor a "
-                f"regular expression: {words_of(e)}"
-            ) from e
 
 
 def open_adapter(name: str) -> Adapter:
@@ -78,43 +88,28 @@ def open_adapter(name: str) -> Adapter:
             f"--adapter {name}: {what}: it must be the folder of a PEFT adapter, as exports and "
             "save_pretrained write it; get one of the hub by hf download"
         )
-    try:
+    with blame(file):
         config = json.loads(read_text(file))
-        problem = next(problems_of(config), None)
-    except (OSError, ValueError, AttributeError, RecursionError) as e:
-        raise UserError(f"{file} can't be read: {words_of(e)}") from e
-    if problem:
-        raise UserError(f"{file}: {problem}")
-    rank, alpha, modules = config["r"], float(config["lora_alpha"]), config.get("target_modules")
+        for problem in problems_of(config):
+            raise ValueError(problem)
     tensors, metadata = header_of(folder)
-    ends = {match[1] for match in map(FACTOR.fullmatch, tensors) if match}
+    matches = [FACTOR.fullmatch(name) for name in tensors]
+    ends = {match[1] for match in matches if match}
     if "experts" in ends:  # their factors do not name the matrix
         ends |= {ending(name) for name in config.get("target_parameters") or ()}
+    rank, alpha = config["r"], float(config["lora_alpha"])
     return Adapter(
-        folder, rank, alpha * math.sqrt(rank) if config.get("use_rslora") else alpha,
-        config.get("lora_dropout") or 0.0, frozenset(ends - {"experts"}), modules, tensors,
-        config.get("base_model_name_or_path") or "", metadata.get(BASE, ""), metadata.get(BITS, ""),
-    )  # fmt: skip
-
-
-def _number(x) -> bool:
-    return type(x) in (int, float)
-
-
-def _names(x) -> bool:
-    return x is None or isinstance(x, list) and all(type(name) is str for name in x)
-
-
-FITS = {  # key of adapter_config.json -> check of its value, None if it is missing
-    "peft_type": lambda x: x is not None,
-    "r": lambda x: type(x) is int and 0 < x <= 1 << 16,
-    "lora_alpha": lambda x: _number(x) and 0 < x <= 1e9,
-    "use_rslora": lambda x: x in (True, False, None),
-    "lora_dropout": lambda x: x is None or _number(x) and 0 <= x < 1,
-    "target_modules": lambda x: type(x) is str or _names(x),
-    "target_parameters": _names,
-    "base_model_name_or_path": lambda x: type(x) is str or x is None,
-}
+        folder=folder,
+        rank=rank,
+        alpha=alpha * math.sqrt(rank) if config.get("use_rslora") else alpha,
+        dropout=config.get("lora_dropout") or 0.0,
+        targets=frozenset(ends - {"experts"}),
+        modules=config.get("target_modules"),
+        tensors=tensors,
+        base=config.get("base_model_name_or_path") or "",
+        made_for=metadata.get(BASE, ""),
+        bits=metadata.get(BITS, ""),
+    )
 
 
 def ending(name: str) -> str:
@@ -131,9 +126,27 @@ def problems_of(config: dict) -> Iterator[str]:
                 f"{key} {json.dumps(value)[:80]} can't be applied exactly: merge the adapter "
                 "into its base with peft's merge_and_unload, and use that model"
             )
-    for key, fits in FITS.items():
-        if not fits(value := config.get(key)):
-            yield f"invalid {key}: {json.dumps(value)[:80]}"
+    rank, alpha, dropout = map(config.get, ("r", "lora_alpha", "lora_dropout"))
+    modules, parameters = config.get("target_modules"), config.get("target_parameters")
+    base = config.get("base_model_name_or_path")
+    fits = {
+        "peft_type": config.get("peft_type") is not None,
+        "r": type(rank) is int and 0 < rank <= 1 << 16,
+        "lora_alpha": type(alpha) in (int, float) and 0 < alpha <= 1e9,
+        "use_rslora": config.get("use_rslora") in (True, False, None),
+        "lora_dropout": dropout is None or type(dropout) in (int, float) and 0 <= dropout < 1,
+        "target_modules": isinstance(modules, str) or _names(modules),
+        "target_parameters": _names(parameters),
+        "base_model_name_or_path": isinstance(base, str | None),
+    }
+    for key, right in fits.items():
+        if not right:
+            yield f"invalid {key}: {json.dumps(config.get(key))[:80]}"
+
+
+def _names(value) -> bool:
+    """Whether this is a list of names, or None."""
+    return value is None or isinstance(value, list) and all(isinstance(x, str) for x in value)
 
 
 def header_of(folder: Path) -> tuple[tuple[str, ...], dict[str, str]]:
@@ -143,13 +156,11 @@ def header_of(folder: Path) -> tuple[tuple[str, ...], dict[str, str]]:
         other = next(folder.glob("adapter_model*"), None)
         held = f"{other.name}, but no {file.name}" if other else f"no {file.name}"
         raise UserError(f"{folder} holds {held}: write it again with peft's save_pretrained")
-    try:
-        with safe_open(file, "np") as opened:
-            if names := tuple(opened.keys()):
-                return names, opened.metadata() or {}
-        raise UserError(f"{file} holds no tensors")
-    except SafetensorError as e:
-        raise UserError(f"{file} is damaged or incomplete: {words_of(e)}") from e
+    with blame(file), safe_open(file, "np") as opened:
+        names = tuple(opened.keys())
+        if not names:
+            raise ValueError("it holds no tensors")
+        return names, opened.metadata() or {}
 
 
 def adopted(flags: dict) -> dict:

@@ -20,7 +20,8 @@ from llm_demo.machine.dist import from_rank0, same_on_all_nodes
 from llm_demo.machine.text import short
 from llm_demo.model.adapter_folder import Adapter, ending, open_adapter
 from llm_demo.model.costs import experts_of, parameters_of
-from llm_demo.model.weights_files import TEXT, Weights, base_digest, identity_of
+from llm_demo.model.families import TEXT_PREFIX
+from llm_demo.model.weights_files import Weights, base_digest, identity_of
 
 ALL = "all-linear"  # of --lora_targets; PEFT's name for it
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -96,7 +97,7 @@ def start_of(adapter: Adapter, targets: str, config) -> dict:
     UserError if the factors there are not those of this model's blocks."""
     shapes, file = matrices_in(config), adapter.file
     # PEFT may have had the whole model, of which this is the text part
-    stored = {name.replace(TEXT, "model.", 1): name for name in adapter.tensors}
+    stored = {name.replace(TEXT_PREFIX, "model.", 1): name for name in adapter.tensors}
     names = dict.fromkeys(map(target_of, shapes))
     here = [name for name in names if name in adapter.targets]
     wanted = factors_of({"rank": adapter.rank, "targets": here}, shapes)

@@ -7,12 +7,10 @@ from typing import NamedTuple
 from torch import nn
 
 from llm_demo.core.errors import UserError
+from llm_demo.model.families import family_of
 
 MASTER_BYTES = 4  # of a parameter's fp32 master
 MOMENT_BYTES = {"fp32": 8, "bf16": 4}  # of both of AdamW's moments of it, by --optim_state
-ONLY_EXPERTS = ("qwen3_5_moe_text",)  # families whose blocks all have experts
-HYBRID = ("qwen3_5_text", *ONLY_EXPERTS)  # families with a delta rule in some blocks
-PARTIAL = ("glm", "glm4", "phi3", *HYBRID)  # that may rotate a part of each head
 OVERHEAD = 200  # tokens that take as long as adding a micro-batch's gradients to their sums
 
 
@@ -153,7 +151,8 @@ def shared_width(config) -> int:
 
 def gated_share(config) -> bool:
     """Whether a shared expert has a gate."""
-    return config.model_type in ("qwen2_moe", *ONLY_EXPERTS)
+    experts = family_of(config).experts
+    return experts is not None and experts.gated_share
 
 
 def dense_width(config) -> int:
@@ -166,9 +165,10 @@ def mixed_blocks(config) -> list[bool]:
     n = config.num_hidden_layers
     if not experts_of(config):
         return [False] * n
-    if config.model_type == "deepseek_v3":
+    blocks = family_of(config).experts.blocks
+    if blocks == "after the first":
         return [block >= config.first_k_dense_replace for block in range(n)]
-    if config.model_type in ONLY_EXPERTS:
+    if blocks == "all":
         return [True] * n
     dense, every = config.mlp_only_layers, config.decoder_sparse_step
     return [block not in dense and (block + 1) % every == 0 for block in range(n)]
@@ -183,7 +183,7 @@ def kinds_of(config) -> list[tuple[bool, bool]]:
 
 def is_hybrid(config) -> bool:
     """Whether some of the model's blocks have a delta rule in place of attention."""
-    return config.model_type in HYBRID
+    return family_of(config).delta_rule
 
 
 def heads_of_rule(config) -> tuple[int, int, int, int]:
@@ -243,7 +243,7 @@ def rotary_width(config) -> int:
     if latent(config):
         return config.qk_rope_head_dim
     partial = 1.0
-    if config.model_type in PARTIAL:
+    if family_of(config).partly_rotated:
         partial = config.rope_parameters.get("partial_rotary_factor", 1.0)
     return int(head_size(config) * partial)
 
@@ -296,7 +296,7 @@ def share_of_heads(heads: Heads, n: int) -> Heads:
 
 def refuse_shares(config, n: int) -> None:
     """Raise UserError if a model can't be cut into n shares."""
-    if n > 1 and config.model_type.startswith("olmo"):
+    if n > 1 and family_of(config).norms_over_heads:
         raise UserError(f"--tensor_parallel: {config.model_type} has norms over all heads")
     names = ["num_key_value_heads", "num_attention_heads"]
     if not hasattr(config, "moe_intermediate_size"):  # else see core/tensor.py

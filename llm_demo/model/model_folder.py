@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import itertools
 import json
 import re
 import shutil
@@ -29,11 +28,10 @@ from llm_demo.data.labels import stop_tokens
 from llm_demo.flags.args import Args
 from llm_demo.machine.dist import from_rank0, once_per_node
 from llm_demo.machine.files import write_json
-from llm_demo.machine.text import counted, short, words_of
-from llm_demo.model.costs import PARTIAL, active_of, parameters_of, rotary_width
-from llm_demo.model.families import position_limit
+from llm_demo.machine.text import blame, counted, short
+from llm_demo.model.costs import active_of, parameters_of, rotary_width
+from llm_demo.model.families import FAMILIES, position_limit
 from llm_demo.model.source import (
-    COMPARE,
     find_model,
     load_config,
     load_tokenizer,
@@ -42,10 +40,6 @@ from llm_demo.model.source import (
     set_variables,
 )
 from llm_demo.model.weights_files import Weights, open_weights
-
-# What transformers neither checks nor can generate with otherwise; a boolean is a number too.
-NUMBERS = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty",
-           "length_penalty", "max_length", "min_length", "num_beams")  # fmt: skip
 
 
 class Source(NamedTuple):
@@ -61,22 +55,24 @@ def find_source(args: Args, world: World, seq_len: int, say: Callable) -> Source
     """The model's folder (downloaded if necessary), configuration, weights and tokenizer."""
     folder = once_per_node(world, functools.partial(find_model, args.model_name_or_path))
     config, weights = open_model(folder, seq_len, say)
-    origin = (
-        f"weights of {folder}{', in fp8 times their scales' if weights.scales else ''}"
-        if weights
-        else f"no weights in {folder}: random ones, seed {args.seed}"
-    )
+    if not weights:
+        origin = f"no weights in {folder}: random ones, seed {args.seed}"
+    elif weights.scales:
+        origin = f"weights of {folder}, in fp8 times their scales"
+    else:
+        origin = f"weights of {folder}"
     total, active = parameters_of(config), active_of(config)
     size = f"{short(total)} parameters, {short(active)} active, " if active < total else ""
     blocks = counted(config.num_hidden_layers, "block")
     say(f"model: {config.model_type}, {blocks}, {size}{origin}")
-    if weights and (unused := [n + "*" * n.endswith(".") for n in weights.ignored]):
-        more = f" and {len(unused) - 3:,} more" * (len(unused) > 3)
+    if weights and weights.ignored:
         say(
-            f"weights: not used: {', '.join(unused[:3])}{more} (a vision tower, layers of "
-            "multi-token prediction, rotary frequencies, what the index does not name)"
+            f"weights: not used: {listed(weights.ignored)} (a vision tower, layers of multi-token "
+            "prediction, rotary frequencies, what the index does not name)"
         )
-    if seq_len > (limit := position_limit(config) or seq_len):
+    limit = position_limit(config)
+    if limit and seq_len > limit:
+        config = copy.deepcopy(config)
         config.max_position_embeddings = seq_len
         say(f"positions: up to {seq_len} instead of {limit}, since the weights are random")
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or str(folder), args.chat_template)
@@ -90,6 +86,13 @@ def find_source(args: Args, world: World, seq_len: int, say: Callable) -> Source
         for line in from_rank0(world, lambda: try_describe(folder, tokenizer, config)):
             say(f"export: {line}")
     return Source(folder, config, weights, tokenizer)
+
+
+def listed(names: list[str], most: int = 3) -> str:
+    """The first of these tensors; those that end in a period stand for all that begin so."""
+    shown = [f"{name}*" if name.endswith(".") else name for name in names[:most]]
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(shown) + more
 
 
 def open_model(
@@ -108,14 +111,12 @@ def open_model(
                 f"model: {folder}/config.json ties the head to the embedding, but the weights hold "
                 "a head of other values: it is kept and trained as its own"
             )
-    try:
+    with blame(folder / "config.json"):
         lm = on_meta(config)
         rotary = LongRope if rope_type(config) == "longrope" else type(lm.model.rotary_emb)
         rotary, width = rotary(config), rotary_width(config)
         scalings = [value for key, value in vars(rotary).items() if key.endswith("scaling")]
         positive = [*rotary.buffers(), *(torch.full((width // 2,), s) for s in scalings)]
-    except Exception as e:  # of transformers' modules
-        raise UserError(f"{folder}/config.json: {words_of(e)}; {COMPARE}") from e
     if weights:
         shapes = {name: tuple(t.shape) for name, t in lm.state_dict().items()}
         weights.check(shapes, {head} if config.tie_word_embeddings else set())
@@ -147,14 +148,17 @@ def describe_model(model: Path, tokenizer, folder: Path, config=None) -> None:
     if config:
         copied = json.loads((folder / "config.json").read_text("utf-8"))
         same = config.model_type == copied["model_type"]  # else a part of it is trained
-        changed, positions = dict(copied) if same else config.to_dict(), "max_position_embeddings"
-        if longest := max(changed.get(positions, 0), getattr(config, positions, 0)):
+        changed = dict(copied) if same else config.to_dict()
+        positions = "max_position_embeddings"
+        longest = max(changed.get(positions, 0), getattr(config, positions, 0))
+        if longest:
             changed[positions] = longest
         changed.pop("quantization_config", None)  # of the files, not of what is trained
         changed["tie_word_embeddings"] = config.tie_word_embeddings
         if changed != copied:
             write_json(folder / "config.json", changed, indent=2)
-    if template := getattr(tokenizer, "undated_template", None):
+    template = getattr(tokenizer, "undated_template", None)
+    if template:
         tokenizer = copy.copy(tokenizer)
         tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
@@ -192,17 +196,9 @@ def describe(model: Path, out: Path, tokenizer, config=None, dtype=torch.bfloat1
 def try_describe(model: Path, tokenizer, config) -> list[str]:
     """Do, before step 1, what a run and its export will do with the files of this model, which come
     from elsewhere. Returns lines for the log. Raises UserError."""
-    with tempfile.TemporaryDirectory(prefix="llm_demo-") as folder:
-        saved, out = Path(folder, "model"), Path(folder, "hf")
-        try:
-            describe_model(model, tokenizer, saved, config)
-            return describe(saved, out, tokenizer, copy.deepcopy(config))
-        except UserError as e:
-            raise UserError(str(e).replace(str(saved), str(model))) from e
-        except OSError:  # of the disk
-            raise
-        except Exception as e:  # from several libraries
-            raise UserError(f"{model}: can't be written as an export: {words_of(e)}") from e
+    with tempfile.TemporaryDirectory(prefix="llm_demo-") as folder, blame(model):
+        describe_model(model, tokenizer, Path(folder, "model"), config)
+        return describe(model, Path(folder, "hf"), tokenizer, copy.deepcopy(config))
 
 
 def describe_for_version_4(folder: Path) -> None:
@@ -214,9 +210,11 @@ def describe_for_version_4(folder: Path) -> None:
     if "num_local_experts" in config:
         config["num_experts"] = config["num_local_experts"]
     rope = config["rope_parameters"]
-    if local := rope.get("sliding_attention"):
-        config["rope_local_base_freq"], rope = local["rope_theta"], rope["full_attention"]
-    elif config["model_type"] in PARTIAL and "partial_rotary_factor" in rope:
+    local = rope.get("sliding_attention")
+    if local:
+        config["rope_local_base_freq"] = local["rope_theta"]
+        rope = rope["full_attention"]
+    elif "partial_rotary_factor" in rope and FAMILIES[config["model_type"]].partly_rotated:
         config["partial_rotary_factor"] = rope["partial_rotary_factor"]
     kind, config["rope_theta"] = rope["rope_type"], rope["rope_theta"]
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"} | {"type": kind}
@@ -234,7 +232,8 @@ def name_tokenizer_for_version_4(folder: Path) -> None:
     config.pop("auto_map", None)
     if config["tokenizer_class"] == "TokenizersBackend":
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    if tokens := config.pop("extra_special_tokens", None):
+    tokens = config.pop("extra_special_tokens", None)
+    if tokens:
         config["additional_special_tokens"] = tokens
     write_json(folder / "tokenizer_config.json", config, indent=2)
 
@@ -243,31 +242,32 @@ def generation_config(folder: Path, tokenizer) -> tuple[GenerationConfig, list[s
     """(the model's own, with the stop tokens of its training data added, lines for the log). A base
     model knows only the end of a text, not of an assistant's turn. Keys that transformers does not
     save, such as a temperature without do_sample, are dropped. Raises UserError."""
-    config, file, notes = GenerationConfig(), folder / "generation_config.json", []
-    try:
-        if file.is_file():
+    config, notes = GenerationConfig(), []
+    if (folder / "generation_config.json").is_file():
+        with blame(folder / "generation_config.json"):
             config = GenerationConfig.from_pretrained(folder)
-        ids = [config.eos_token_id, config.bos_token_id, config.pad_token_id]
-        ends, *others = [t if isinstance(t, list) else [t] * (t is not None) for t in ids]
-        for token in itertools.chain(ends, *others):
-            if type(token) is not int:
-                raise ValueError(f"{token!r} is not a token id")
-        for key in NUMBERS:
-            if not isinstance(value := getattr(config, key, None), int | float | None):
-                raise ValueError(f"{key} {value!r} is not a number")
-        try:
-            config.validate(strict=True)
-        except ValueError as e:
-            refused = re.findall(r"^- `(\w+)`", str(e), re.M)
-            shown = ", ".join(f"{key} {getattr(config, key)}" for key in refused)
-            config.update(**dict.fromkeys(refused))
-            config.validate(strict=True)
+            refused = unsaved_keys(config)
+        if refused:
+            shown = ", ".join(f"{key} {value}" for key, value in refused.items())
             notes.append(f"generation_config.json: without {shown}, which transformers refuses")
-        config.to_json_string()
-    except Exception as e:  # from transformers, which checks few types
-        raise UserError(f"{file}: {words_of(e)}; {COMPARE}") from e
+    ends = config.eos_token_id
+    if not isinstance(ends, list):
+        ends = [] if ends is None else [ends]
     config.eos_token_id = list(dict.fromkeys([*ends, *stop_tokens(tokenizer)])) or None
     return config, notes
+
+
+def unsaved_keys(config: GenerationConfig) -> dict:
+    """{key: value} of what transformers would not save, which is removed. Raises what it raises."""
+    try:
+        config.validate(strict=True)
+        return {}
+    except ValueError as e:
+        refused = re.findall(r"^- `(\w+)`", str(e), re.M)
+    values = {key: getattr(config, key) for key in refused}
+    config.update(**dict.fromkeys(refused))
+    config.validate(strict=True)
+    return values
 
 
 def load_model(name: str, folder: Path, config, dtype: torch.dtype) -> PreTrainedModel:
@@ -278,21 +278,24 @@ def load_model(name: str, folder: Path, config, dtype: torch.dtype) -> PreTraine
     refuse_adapter(name, folder)
     weights, source, values = open_weights(folder), folder, None
     if weights and (weights.scales or weights.packed):
-        names = weights.shapes.keys() - set(weights.ignored)
-        # one by one; what chooses experts, a vector, stays in fp32
-        values = {n: t.to(dtype) if (t := weights.read(n)).ndim > 1 else t for n in names}
-        source = None
+        source, values = None, {}
+        for name in weights.shapes.keys() - set(weights.ignored):
+            value = weights.read(name)
+            # what chooses experts, a vector, stays in fp32
+            values[name] = value.to(dtype) if value.ndim > 1 else value
     if not sys.stderr.isatty():  # a bar would fill a file with control codes
         transformers_logging.disable_progress_bar()
     # sdpa: for flash attention that is not installed, transformers asks the hub for a kernel
-    try:
+    with blame(folder):
         model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
-            source, config=config, dtype=dtype, attn_implementation="sdpa", use_safetensors=True,
-            trust_remote_code=False, state_dict=values,
-        ).eval()  # fmt: skip
-    except (torch.OutOfMemoryError, MemoryError):
-        raise
-    except Exception as e:  # of the files that only transformers reads
-        raise UserError(f"{folder}: transformers can't load this model: {words_of(e)}") from e
+            source,
+            config=config,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            use_safetensors=True,
+            trust_remote_code=False,
+            state_dict=values,
+        )
+    model.eval()
     model.generation_config = GenerationConfig()  # in place of the folder's
     return model

@@ -17,19 +17,12 @@ from llm_demo.core.errors import UserError
 from llm_demo.data.labels import closes_reasoning, has_variable, writes_empty_blocks
 from llm_demo.flags.parsing import template_variables
 from llm_demo.machine.process import regular
-from llm_demo.machine.text import words_of
-from llm_demo.model.families import (
-    ANY_LENGTH,
-    FAMILIES,
-    TEXT_OF,
-    odd_sizes,
-    position_limit,
-    problems_of,
-)
+from llm_demo.machine.text import blame
+from llm_demo.model.check_config import ANY_LENGTH, odd_sizes, problems_of
+from llm_demo.model.families import FAMILIES, position_limit
 from llm_demo.model.local_model import FILES, find_here, refuse_adapter, refuse_pointers
 from llm_demo.model.weights_files import open_weights
 
-COMPARE = "compare it with the published file"
 # Without any of them transformers creates an empty tokenizer from config.json.
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -43,14 +36,15 @@ def find_model(name: str, config_in: str | None = None) -> Path:
         return folder
     from huggingface_hub import snapshot_download, try_to_load_from_cache
 
-    options = {"allow_patterns": FILES}
-    if config_in:
-        options = {"allow_patterns": ["config.json", "adapter_config.json"], "local_dir": config_in}
     try:
-        if config_in and isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
+        cached = try_to_load_from_cache(name, "config.json") if config_in else None
+        if isinstance(cached, str):
             folder = Path(cached).parent
+        elif config_in:
+            only = ["config.json", "adapter_config.json"]
+            folder = Path(snapshot_download(name, allow_patterns=only, local_dir=config_in))
         else:
-            folder = Path(snapshot_download(name, **options))
+            folder = Path(snapshot_download(name, allow_patterns=FILES))
     except Exception as e:  # of the hub's client, or of what it connects by
         reason = (str(e).strip().splitlines() or [repr(e)])[0]
         hub = "the hub at HF_ENDPOINT" if os.environ.get("HF_ENDPOINT") else "the hub"
@@ -66,7 +60,8 @@ def read_config(folder: Path):
     what lies elsewhere, and whatever the libraries raise that check it."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     for name in ("_attn_implementation", "_experts_implementation"):
-        if "/" in str(value := getattr(config, name, None)):
+        value = str(getattr(config, name, None))
+        if "/" in value:
             raise ValueError(f"{name} {value} is a kernel of the hub, which is code: remove it")
     if getattr(config, "transformers_weights", None):
         raise ValueError("transformers_weights: weights must be model.safetensors: remove it")
@@ -76,36 +71,42 @@ def read_config(folder: Path):
 def load_config(folder: Path, max_len: int, weights_elsewhere: bool = False):
     """The model's configuration, of weights as they are read: not quantised. weights_elsewhere:
     this folder has none. Raises UserError if this project can't train it exactly."""
-    try:
-        raw, blocks = (folder / "config.json").read_text("utf-8"), "num_hidden_layers"
-        raw = json.loads(raw)
-        for problem in odd_sizes({blocks: (raw.get("text_config") or raw).get(blocks)}):
+    with blame(folder / "config.json"):
+        raw = json.loads((folder / "config.json").read_text("utf-8"))
+        blocks = (raw.get("text_config") or raw).get("num_hidden_layers")
+        for problem in odd_sizes({"num_hidden_layers": blocks}):
             raise ValueError(problem)  # transformers makes a list of them
-        config = whole = read_config(folder)
-        if whole.model_type in TEXT_OF:  # what reads text is trained
-            config, kind = whole.text_config, TEXT_OF[whole.model_type]
-            if config.model_type != kind:
-                raise ValueError(f"text_config has model_type {config.model_type}, not {kind}")
-            for name in ("tie_word_embeddings", "quantization_config"):
-                if value := getattr(whole, name, None):
-                    setattr(config, name, value)
-    except Exception as e:  # several libraries check it, each with exceptions of its own
-        raise UserError(f"{folder}/config.json: {words_of(e)}; {COMPARE}") from e
-    if config.model_type not in FAMILIES:
-        raise UserError(
-            f"{folder}: model_type {config.model_type} is not one of {', '.join(FAMILIES)}"
-        )
+        config = text_part(read_config(folder))
+        if config.model_type not in FAMILIES:
+            known = ", ".join(FAMILIES)
+            raise ValueError(f"model_type {config.model_type} is not one of {known}")
+        for problem in problems_of(config):
+            raise ValueError(problem)
     for name in ("attention_dropout", "resid_pdrop"):
         if getattr(config, name, 0):
             setattr(config, name, 0.0)  # fine-tuning uses none; pretrained configurations have 0
-    for problem in problems_of(config):
-        raise UserError(f"{folder}/config.json: {problem}")
     vars(config).pop("quantization_config", None)
     limit = position_limit(config)
     if limit and max_len > limit:
         if weights_elsewhere or open_weights(folder) or rope_type(config) not in ANY_LENGTH:
             raise UserError(f"--seq_len {max_len}: {folder} has positions up to {limit}")
     return config
+
+
+def text_part(config):
+    """Of a model with images, the configuration of what reads text, which is trained; of any other
+    model, its own. Raises ValueError if it is of another kind."""
+    kind = next((name for name, f in FAMILIES.items() if f.text_of == config.model_type), None)
+    if kind is None:
+        return config
+    text = config.text_config
+    if text.model_type != kind:
+        raise ValueError(f"text_config has model_type {text.model_type}, not {kind}")
+    for name in ("tie_word_embeddings", "quantization_config"):
+        value = getattr(config, name, None)
+        if value:
+            setattr(text, name, value)
+    return text
 
 
 # Text that tokenizers with other rules split or normalise differently.
@@ -129,52 +130,35 @@ def load_tokenizer(name: str, chat_template: str | None = None):
             f"no tokenizer in {folder}: copy its tokenizer.json there, or train with "
             "--tokenizer_name_or_path, which names another"
         )
-    whole = folder / "tokenizer.json"
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        # transformers makes the rules of other classes itself, and ignores those of the file
-        if type(tokenizer) is not PreTrainedTokenizerFast and whole.is_file():
-            if not same_ids(file := Tokenizer.from_file(str(whole)), tokenizer):
-                tokens = tokenizer.special_tokens_map.items()  # some are the class's defaults
-                tokens = {name: text for name, text in tokens if file.token_to_id(text) is not None}
-                tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, **tokens)
-    except Exception as e:  # several libraries read it, each with exceptions of its own
-        raise UserError(f"{folder}{problem_of_tokenizer(folder, e)}") from e
-    if not isinstance(limit := tokenizer.model_max_length, (int, float)):
-        raise UserError(f"{folder}/tokenizer_config.json: model_max_length {limit!r} is no number")
+    with blame(folder):
+        tokenizer = read_tokenizer(folder)
     if chat_template:
         tokenizer.chat_template = read_chat_template(Path(chat_template), tokenizer)
     elif tokenizer.chat_template:
-        try:
-            if not isinstance(template := tokenizer.get_chat_template(), str):
+        with blame(f"{folder}: chat template (--chat_template sets another)"):
+            template = tokenizer.get_chat_template()
+            if not isinstance(template, str):
                 raise TypeError(f"it is {template!r}")
             try_template(tokenizer, template)
-        except (TemplateSyntaxError, TypeError, ValueError) as e:
-            raise UserError(
-                f"{folder}: its chat template can't be used: {words_of(e)}; set another with "
-                "--chat_template"
-            ) from e
     return tokenizer
 
 
-def problem_of_tokenizer(folder: Path, error: Exception) -> str:
-    """Why a tokenizer can't be read, to follow the name of its folder."""
-    if (folder / "tokenizer.json").is_file():
-        try:
-            Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception as of_file:  # says more
-            error = of_file
-    elif (folder / "tokenizer.model").is_file():
-        return (
-            f" has no tokenizer.json, and its tokenizer.model can't be read ({words_of(error)}): "
-            "pip install sentencepiece protobuf, then write it with python -c 'from transformers "
-            "import AutoTokenizer as A; "
-            f'A.from_pretrained("{folder}").save_pretrained("{folder}")\''
-        )
-    return (
-        f": the tokenizer can't be read: {words_of(error)}; compare its files with the published "
-        "ones"
-    )
+def read_tokenizer(folder: Path):
+    """As load_tokenizer, with the folder's own template. Raises what libraries raise."""
+    file = folder / "tokenizer.json"
+    own = None
+    if file.is_file():
+        with blame(file):
+            own = Tokenizer.from_file(str(file))
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    if not isinstance(tokenizer.model_max_length, int | float):
+        raise ValueError(f"model_max_length {tokenizer.model_max_length!r} is no number")
+    # transformers makes the rules of other classes itself, and ignores those of the file
+    if own is None or type(tokenizer) is PreTrainedTokenizerFast or same_ids(own, tokenizer):
+        return tokenizer
+    tokens = tokenizer.special_tokens_map  # some are the class's defaults
+    tokens = {name: text for name, text in tokens.items() if own.token_to_id(text) is not None}
+    return PreTrainedTokenizerFast.from_pretrained(folder, **tokens)
 
 
 def same_ids(file: Tokenizer, tokenizer) -> bool:
@@ -258,16 +242,11 @@ def fix_date(tokenizer, day: str) -> bool:
 
 def read_chat_template(file: Path, tokenizer) -> str:
     """The source of a Jinja chat template. Raises UserError if it can't be read or compiled."""
-    try:
+    with blame(f"--chat_template {file}"):
         template = regular(file).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f"--chat_template {file}: {getattr(e, 'strerror', None) or e}") from None
-    if "messages" not in template:
-        raise UserError(f"--chat_template {file}: not a chat template: it never uses messages")
-    try:
+        if "messages" not in template:
+            raise ValueError("not a chat template: it never uses messages")
         try_template(tokenizer, template)
-    except TemplateSyntaxError as e:
-        raise UserError(f"--chat_template {file}:{e.lineno}: {e.message}") from None
     return template
 
 

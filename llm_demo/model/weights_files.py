@@ -23,15 +23,15 @@ from llm_demo.core.errors import UserError
 from llm_demo.core.experts import FUSED, fused
 from llm_demo.core.four_bits import values_of
 from llm_demo.machine.files import hash_of
-from llm_demo.machine.text import differences, watched, words_of
+from llm_demo.machine.process import regular
+from llm_demo.machine.text import blame, differences, watched
 from llm_demo.model import low_bits
+from llm_demo.model.families import OTHER_PARTS, TEXT_PREFIX
 from llm_demo.model.local_model import refuse_deepspeed
 
 SAMPLE = 4096  # bytes at the beginning, the middle and the end of a tensor
 EXTRA = "eh_proj.weight"  # only layers of multi-token prediction have it
 ROTARY = "rotary_emb.inv_freq"  # config.json implies these
-TEXT = "model.language_model."  # in a model with images: of what reads text
-OTHERS = ("model.visual.", "mtp.")  # of its other parts (Qwen3.5)
 FLOATS = ("F64", "F32", "F16", "BF16")
 COMPARED = 1 << 24  # elements of two tensors that are compared at once
 EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
@@ -61,15 +61,18 @@ def matrices(name: str, shape: tuple) -> list[Matrix]:
 
 def in_memory(files: dict[str, tuple]) -> dict[str, tuple]:
     """{parameter: shape} for the {name: shape} of files."""
-    shapes = {}
+    shapes, experts = {}, {}
     for name, shape in files.items():
-        if match := EXPERT.fullmatch(name):
-            experts, expert, kind = match.groups()
-            kind, parts = ("down_proj", 1) if kind == "down" else ("gate_up_proj", 2)
-            name = f"{experts}.{kind}"
-            n = max(int(expert) + 1, *shapes.get(name, (0,))[:1])
-            shape = n, *(parts * size for size in shape[:1]), *shape[1:]
-        shapes[name] = shape
+        match = EXPERT.fullmatch(name)
+        if not match:
+            shapes[name] = shape
+            continue
+        block, expert, kind = match.groups()
+        parts = 1 if kind == "down" else 2
+        name = f"{block}.down_proj" if kind == "down" else f"{block}.gate_up_proj"
+        experts[name] = max(experts.get(name, 0), int(expert) + 1)
+        rows = [parts * size for size in shape[:1]]
+        shapes[name] = (experts[name], *rows, *shape[1:])
     return shapes
 
 
@@ -90,18 +93,15 @@ def in_files(wanted: dict[str, tuple], as_they_are: Iterable[str] = ()) -> dict[
 
 @contextlib.contextmanager
 def _open(file: Path):
-    try:
-        with safe_open(file, "pt") as opened:
-            yield opened
-    except OSError as e:
-        raise UserError(f"{file}: {e}") from e
-    except SafetensorError as e:
-        raise UserError(f"{file} is damaged or incomplete: {words_of(e)}") from e
+    with blame(file, OSError, SafetensorError), safe_open(regular(file), "pt") as opened:
+        yield opened
 
 
 def text_name(name: str) -> str:
     """What a tensor of a model with images is called in a model of its text alone."""
-    return "model." + name.removeprefix(TEXT) if name.startswith(TEXT) else name
+    if name.startswith(TEXT_PREFIX):
+        return f"model.{name.removeprefix(TEXT_PREFIX)}"
+    return name
 
 
 class Weights:
@@ -113,28 +113,34 @@ class Weights:
     mapped, and a rank should hold no more of a file than it keeps."""
 
     def __init__(self, folder: Path, files: dict[str, Path]):
-        self.names = {text_name(n): n for n in files}  # in the files
-        for name in files:
-            if name != (other := self.names[text_name(name)]):
+        self.folder = folder
+        self.names = {}  # in the files
+        self.files = {}
+        for name, file in files.items():
+            ours = text_name(name)
+            if ours in self.names:
+                other = self.names[ours]
                 raise UserError(f"{folder}: {name} and {other} are the same weight; remove one")
-        files = {text_name(n): file for n, file in files.items()}
-        # what training doesn't use: layers that predict further tokens (DeepSeek), the rotary
-        # frequencies of old files, what the index does not name, a vision tower
-        self.ignored = [n.removesuffix(EXTRA) for n in files if n.endswith(f".{EXTRA}")]
-        self.ignored += [part for part in OTHERS if any(n.startswith(part) for n in files)]
-        named = files.keys()
-        files = {n: f for n, f in files.items() if not n.startswith(tuple(self.ignored))}
-        self.ignored += [n for n in files if n.endswith(ROTARY)]
-        self.folder, self.files, self.stored = folder, files, {}
-        self.bytes = sum(file.stat().st_size for file in set(files.values()))
-        self.bytes_read, kinds = 0, {}
-        for file in sorted(set(files.values())):
+            self.names[ours], self.files[ours] = name, file
+        named = [*self.files]
+        # what training doesn't use: layers that predict further tokens (DeepSeek), a vision tower,
+        # the rotary frequencies of old files, what the index does not name
+        self.ignored = [n.removesuffix(EXTRA) for n in named if n.endswith(f".{EXTRA}")]
+        self.ignored += [p for p in OTHER_PARTS if any(n.startswith(p) for n in named)]
+        for name in named:
+            if name.startswith(tuple(self.ignored)):
+                del self.files[name]
+        self.ignored += [n for n in self.files if n.endswith(ROTARY)]
+        self.bytes_read = 0
+        self.stored, kinds = {}, {}
+        for file in sorted(set(self.files.values())):
             with _open(file) as opened:
-                self.ignored += sorted({*map(text_name, opened.keys())} - named)
-                for name in (n for n, f in files.items() if f == file):
+                self.ignored += sorted({text_name(n) for n in opened.keys()} - {*named})
+                for name in self._names_in(file):
                     tensor = opened.get_slice(self.names[name])
                     self.stored[name] = tuple(tensor.get_shape())
                     kinds[name] = tensor.get_dtype()
+        self.bytes = sum(file.stat().st_size for file in set(self.files.values()))
         fp8 = [name for name, kind in kinds.items() if kind == low_bits.KIND]
         self.scales = low_bits.scales_of(fp8, self.stored, folder)
         for scales in self.scales.values():
@@ -147,17 +153,20 @@ class Weights:
         for name, kind in kinds.items():
             if kind not in (*FLOATS, low_bits.KIND):
                 raise UserError(
-                    f"{files[name]}: {name} is of type {kind}, not one of {', '.join(FLOATS)}: "
-                    "give a copy of the model in bf16"
+                    f"{self.files[name]}: {name} is of type {kind}, not one of "
+                    f"{', '.join(FLOATS)}: give a copy of the model in bf16"
                 )
         self.shapes = in_memory(self.stored)
+
+    def _names_in(self, file: Path) -> list[str]:
+        return [name for name, place in self.files.items() if place == file]
 
     def check(self, wanted: dict[str, tuple], tied: set[str]) -> None:
         """Raise UserError naming a tensor of the files that is missing, of another shape, or not in
         the model. wanted: {name: shape} of the model. tied: names that may be missing."""
         wanted = in_files(wanted, self.stored.keys())
-        if missing := sorted(wanted.keys() - tied - self.stored.keys()):
-            raise UserError(f"{self.folder}: weight {missing[0]} is missing")
+        for name in sorted(wanted.keys() - tied - self.stored.keys()):
+            raise UserError(f"{self.folder}: weight {name} is missing")
         for name, shape in sorted(self.stored.items()):
             if name not in wanted and name not in self.ignored:
                 raise UserError(f"{self.folder}: {name} is not a weight of this model")
@@ -184,7 +193,7 @@ class Weights:
         samples = {}
         for file in set(self.files.values()):
             with _open(file) as opened:
-                for name in (n for n, f in self.files.items() if f == file):
+                for name in self._names_in(file):
                     about = opened.get_slice(self.names[name])
                     values = opened.get_tensor(self.names[name])  # mapped
                     values = values.flatten().view(torch.uint8).numpy()
@@ -231,22 +240,23 @@ class Weights:
 
     def _fuse(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
         """The selected experts' rows and columns, of which alone the files are read."""
-        shape, values = self.shapes[name], None
+        shape = self.shapes[name]
         part = (*part, slice(None), slice(None))
         experts, rows, columns = (range(n)[s] for n, s in zip(shape, part, strict=False))
         chosen = [m for m in matrices(name, shape) if m.expert in experts]
+        fp8 = any(m.name in self.scales for m in chosen)
+        values = None
         for file in dict.fromkeys(self.files[m.name] for m in chosen):
             with _open(file) as opened:
-                for m in (m for m in chosen if self.files[m.name] == file):
+                for m in chosen:
                     first, end = max(rows.start, m.rows.start), min(rows.stop, m.rows.stop)
-                    if first >= end:
+                    if self.files[m.name] != file or first >= end:
                         continue
                     of_matrix = slice(first - m.rows.start, end - m.rows.start)
                     across = slice(columns.start, columns.stop)
                     piece = self._part(opened, m.name, (of_matrix, across))
                     if values is None:
                         size = len(experts), len(rows), len(columns)
-                        fp8 = any(m.name in self.scales for m in chosen)
                         values = torch.empty(size, dtype=torch.float32 if fp8 else piece.dtype)
                     values[m.expert - experts.start, first - rows.start : end - rows.start] = piece
         return torch.empty(len(experts), len(rows), len(columns)) if values is None else values
@@ -255,27 +265,19 @@ class Weights:
 def open_weights(folder: Path) -> Weights | None:
     """The folder's weights; None if it holds none. Raises UserError for other formats."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    for file in (index, single):
-        if os.path.lexists(file) and not file.is_file():
-            raise UserError(f"{file} is no regular file: is the download complete?")
-    if index.is_file():
-        try:
-            places = json.loads(index.read_text("utf-8"))["weight_map"]
-            if away := [f for f in places.values() if f[:1] == "/" or ".." in Path(f).parts]:
-                raise UserError(f"{index} names {away[0]}, which is not in its folder")
-            files = {n: folder / f for n, f in places.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-            raise UserError(f"{index} is not a safetensors index: {words_of(e)}") from e
-        for file in dict.fromkeys(files.values()):
-            if not file.is_file():
-                there = os.path.lexists(file)
-                problem = "which is no regular file" if there else "which is missing"
-                raise UserError(f"{index} names {file.name}, {problem}: is the download complete?")
+    if os.path.lexists(index):
+        with blame(index):
+            places = json.loads(regular(index).read_text("utf-8"))["weight_map"]
+            away = [f for f in places.values() if f.startswith("/") or ".." in Path(f).parts]
+            if away:
+                raise ValueError(f"it names {away[0]}, which is not in its folder")
+            files = {name: folder / file for name, file in places.items()}
         return Weights(folder, files)
-    if single.is_file():
+    if os.path.lexists(single):
         return weights_in([single])
     refuse_deepspeed(folder)
-    if other := [*folder.glob("*.bin"), *folder.glob("*.pth"), *folder.glob("*.safetensors")]:
+    other = [*folder.glob("*.bin"), *folder.glob("*.pth"), *folder.glob("*.safetensors")]
+    if other:
         raise UserError(
             f"{folder} holds {other[0].name}; weights must be model.safetensors (or shards with "
             "model.safetensors.index.json): save them again with save_pretrained"

@@ -28,7 +28,7 @@ from llm_demo.machine.dist import from_rank0
 from llm_demo.machine.files import finite, write_json
 from llm_demo.machine.text import counted, module, resume, shown, users_folder
 from llm_demo.model.costs import experts_of, parameters_of, state_bytes
-from llm_demo.model.families import is_mixture
+from llm_demo.model.families import family_of, is_mixture
 from llm_demo.model.model_folder import describe_model
 from llm_demo.run.folder import is_described, published
 from llm_demo.run.log import Log
@@ -207,9 +207,9 @@ def check_experts(args, config) -> None:
         for flag in flags:
             if getattr(args, flag):
                 raise UserError(f"--{flag}: this model has no experts")
-    elif args.router_aux_loss and name == "deepseek_v3":
+    elif args.router_aux_loss and family_of(config).experts.router_bias:
         raise UserError(f"--router_aux_loss: {name} balances its load by --router_bias_update")
-    elif args.router_bias_update and name != "deepseek_v3":
+    elif args.router_bias_update and not family_of(config).experts.router_bias:
         raise UserError(f"--router_bias_update: {name} has no bias for its experts")
     elif args.psgd_rank:
         raise UserError("--psgd_rank does not work with a mixture of experts")

@@ -1,0 +1,152 @@
+"""What a configuration must not ask for: most of it would be trained wrongly without a word."""
+
+from collections.abc import Iterator
+
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from llm_demo.core.attention import LongRope, rope_of, rope_type
+from llm_demo.model.costs import experts_of, mixed_blocks
+from llm_demo.model.families import Family, family_of, is_mixture
+from llm_demo.model.low_bits import why_unread
+
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "head_dim",
+    "moe_intermediate_size",
+    "kv_lora_rank",
+    "q_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
+LARGEST = 1 << 24  # of the sizes
+MOST_BLOCKS = 1 << 12
+# rotary types that do not depend on max_position_embeddings: with random weights rows may be longer
+ANY_LENGTH = ("default", "linear", "llama3")
+
+
+def odd_sizes(sizes: dict) -> Iterator[str]:
+    """What is wrong with these sizes of a configuration, by their keys."""
+    for name, value in sizes.items():
+        most = MOST_BLOCKS if name == "num_hidden_layers" else LARGEST
+        if value is not None and (type(value) is not int or not 1 <= value <= most):
+            yield f"{name} {str(value)[:80]} is not a positive number of at most {most:,}"
+
+
+def problems_of(config) -> Iterator[str]:
+    """Why a configuration of a known family can't be trained exactly, if so. Only the first is
+    sure: it may be the cause of the next."""
+    family = family_of(config)
+    names = [*SIZES]
+    if family.experts:
+        names += ["n_routed_experts", "num_experts"]
+        if family.experts.gated_share:
+            names.append("shared_expert_intermediate_size")
+    yield from odd_sizes({name: getattr(config, name, None) for name in names})
+    if config.num_attention_heads % config.num_key_value_heads:
+        yield "num_attention_heads must be a multiple of num_key_value_heads"
+    for name in family.multipliers:
+        value = getattr(config, name)
+        if not 0 < value < LARGEST:
+            yield f"{name} {value} is not a positive number"
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(config, name, None) is not None:
+            yield f"{name} is not supported"
+    for name, value in (("use_bidirectional_attention", False), ("is_causal", True)):
+        if bool(getattr(config, name, value)) != value:
+            yield f"{name} {getattr(config, name)} is not supported: attention is causal"
+    yield from problems_of_layers(config, family)
+    problem = why_unread(getattr(config, "quantization_config", None))
+    if problem:
+        yield problem
+    if is_mixture(config):
+        yield from problems_of_experts(config, family)
+    yield from problems_of_rope(config, family)
+
+
+def problems_of_layers(config, family: Family) -> Iterator[str]:
+    """What is wrong with the kinds of attention in its blocks."""
+    kinds = {"full_attention", "linear_attention" if family.delta_rule else "sliding_attention"}
+    layers = getattr(config, "layer_types", None) or ()
+    for kind in set(layers) - kinds:
+        yield f"layer_types: {kind} is not supported"
+    if "sliding_attention" in layers and getattr(config, "sliding_window", None) is None:
+        yield "layer_types has sliding_attention, but sliding_window is not set"
+    if not family.delta_rule:
+        return
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    if values % keys:
+        yield f"linear_num_value_heads {values} is not a multiple of {keys} key heads"
+    if config.hidden_act != "silu":
+        yield f"hidden_act {config.hidden_act} is not supported in linear attention, only silu"
+    if not getattr(config, "attn_output_gate", True):
+        yield "attn_output_gate false is not supported, only true"
+    if len(config.layer_types) != config.num_hidden_layers:
+        yield f"layer_types has {len(config.layer_types)} of {config.num_hidden_layers} blocks"
+
+
+def problems_of_experts(config, family: Family) -> Iterator[str]:
+    n, chosen = experts_of(config), config.num_experts_per_tok
+    if n < 1 or chosen is None or not 1 <= chosen <= n:
+        yield f"num_experts_per_tok {chosen} does not choose from {n} experts"
+    for name, value in family.experts.unread.items():
+        if getattr(config, name, None) not in (None, value):
+            yield f"{name} {getattr(config, name)} is not supported, only {value}"
+    if not any(mixed_blocks(config)):
+        yield "no block has experts"
+    if config.model_type == "deepseek_v3":
+        yield from problems_of_deepseek(config, n)
+
+
+def problems_of_deepseek(config, n: int) -> Iterator[str]:
+    """n: experts of a block."""
+    if config.num_key_value_heads != config.num_attention_heads:
+        yield "num_key_value_heads differs from num_attention_heads in latent attention"
+    if config.n_shared_experts < 1:
+        yield f"n_shared_experts {config.n_shared_experts}: at least 1 is supported"
+    if config.qk_rope_head_dim % 2:
+        yield f"qk_rope_head_dim {config.qk_rope_head_dim} is odd, and can't be rotated"
+    groups, kept = config.n_group, config.topk_group
+    if not groups or n % groups or n // groups < 2:
+        yield f"n_group {groups} does not divide {n} experts into groups of at least 2"
+    chosen = config.num_experts_per_tok
+    if not kept or kept > groups or kept * (n // groups) < chosen:
+        yield f"topk_group {kept} of n_group {groups} has too few experts to choose {chosen} from"
+
+
+def problems_of_rope(config, family: Family) -> Iterator[str]:
+    """What is wrong with rope_parameters, as far as transformers would not say so itself."""
+    rope = config.rope_parameters
+    known = ("default", *ROPE_INIT_FUNCTIONS)
+    if "full_attention" in rope:  # and other parameters in layers with sliding windows
+        known = (*ANY_LENGTH, "yarn")
+        local = rope.get("sliding_attention", {}).get("rope_type")
+        if local != "default":
+            yield f"the rotary type {local} of sliding_attention is not supported, only default"
+    kind = rope_type(config)
+    if kind not in known:
+        yield f"the rotary type {kind} is not one of {', '.join(known)}"
+    rope = rope_of(config)
+    partial = rope.get("partial_rotary_factor", 1.0)
+    if family.partly_rotated and not (isinstance(partial, int | float) and 0 < partial <= 1):
+        yield f"partial_rotary_factor {partial} is not a number above 0 up to 1"
+    section = rope.get("mrope_section", [1, 1, 1])  # transformers does not check it
+    if not isinstance(section, list) or [type(n) for n in section] != [int] * 3 or min(section) < 0:
+        yield f"mrope_section {section} in rope_parameters is not three numbers"
+    for name in ("factor", "original_max_position_embeddings"):
+        value = rope.get(name)
+        if value is not None and not (isinstance(value, int | float) and 1 <= value < LARGEST):
+            yield f"{name} {value} in rope_parameters is not a number from 1 to {LARGEST:,}"
+    if kind == "longrope":
+        LongRope(config)  # raises what transformers says
