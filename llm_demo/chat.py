@@ -55,8 +55,8 @@ from llm_demo.machine.dist import run
 from llm_demo.machine.text import words_of
 from llm_demo.model.adapter_folder import open_adapter
 from llm_demo.model.adapters import add_adapter, start_of
-from llm_demo.model.families import position_limit
 from llm_demo.model.model_folder import load_model, open_model
+from llm_demo.model.positions import position_limit
 from llm_demo.model.source import find_model, load_tokenizer, set_variables
 from llm_demo.run.checkpoint_files import checked_facts, find_checkpoint
 from llm_demo.run.folder import published

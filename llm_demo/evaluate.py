@@ -122,8 +122,8 @@ from llm_demo.machine.device import pick_dtype, this_device
 from llm_demo.machine.dist import run
 from llm_demo.machine.files import disk_full, write_json, write_text
 from llm_demo.machine.text import counted, progress
-from llm_demo.model.families import length_dependent_rope, position_limit
 from llm_demo.model.model_folder import load_model, open_model
+from llm_demo.model.positions import length_dependent_rope, position_limit
 from llm_demo.model.source import find_model, fix_date, load_config, load_tokenizer, set_variables
 
 TOKENS = 1 << 16  # of a batch, including padding

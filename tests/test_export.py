@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from llm_demo import export
 from llm_demo.core.errors import UserError
-from llm_demo.model.families import position_limit
 from llm_demo.model.model_folder import describe_model
+from llm_demo.model.positions import position_limit
 from llm_demo.model.source import load_config
 from llm_demo.run import checkpoint_files
 

@@ -2,9 +2,6 @@
 
 from typing import Literal, NamedTuple
 
-from llm_demo.core.attention import rope_of, rope_type
-from llm_demo.core.errors import UserError
-
 
 class Experts(NamedTuple):
     """Routed experts in place of one feed-forward network."""
@@ -77,43 +74,3 @@ def family_of(config) -> Family:
 def is_mixture(config) -> bool:
     """Whether the model is a mixture of experts."""
     return family_of(config).experts is not None
-
-
-def position_limit(config) -> int | None:
-    """The longest row that a model's positions are made for, if it says so. With YaRN that is the
-    length it was trained on, times the factor, which model cards tell people to add
-    (https://huggingface.co/Qwen/Qwen3-8B#processing-long-texts)."""
-    limit = getattr(config, "max_position_embeddings", None)
-    rope = rope_of(config)
-    if limit and rope_type(config) == "yarn" and rope.get("factor"):
-        return max(limit, int(rope.get("original_max_position_embeddings", 0) * rope["factor"]))
-    return limit
-
-
-def window_of(config) -> int | None:
-    """The sliding window in tokens, if any of the model's layers uses one."""
-    layers = getattr(config, "layer_types", None)
-    if layers is not None and "sliding_attention" not in layers:
-        return None
-    return getattr(config, "sliding_window", None)
-
-
-def without_window(config, longest: int) -> None:
-    """Turn off the sliding window. Raises UserError if a document is longer: it would matter."""
-    window = window_of(config)
-    if window is None:
-        return
-    if longest > window:
-        raise UserError(
-            f"this model attends to the last {window} tokens only, but the longest document has "
-            f"{longest}: sliding windows are not supported, so set --seq_len {window}"
-        )
-    config.sliding_window = None
-    rope = config.rope_parameters  # of each type of layer, if the types are to stay
-    if getattr(config, "layer_types", None) is not None and "full_attention" not in rope:
-        config.layer_types = ["full_attention"] * config.num_hidden_layers
-
-
-def length_dependent_rope(config) -> bool:
-    """Whether a document's frequencies depend on the longest one of its batch."""
-    return rope_type(config) in ("longrope", "dynamic")

@@ -30,7 +30,8 @@ from llm_demo.machine.dist import from_rank0, once_per_node
 from llm_demo.machine.files import write_json
 from llm_demo.machine.text import blame, counted, short
 from llm_demo.model.costs import active_of, parameters_of, rotary_width
-from llm_demo.model.families import FAMILIES, position_limit
+from llm_demo.model.families import FAMILIES
+from llm_demo.model.positions import position_limit
 from llm_demo.model.source import (
     find_model,
     load_config,

@@ -19,8 +19,9 @@ from llm_demo.flags.parsing import template_variables
 from llm_demo.machine.process import regular
 from llm_demo.machine.text import blame
 from llm_demo.model.check_config import ANY_LENGTH, odd_sizes, problems_of
-from llm_demo.model.families import FAMILIES, position_limit
+from llm_demo.model.families import FAMILIES
 from llm_demo.model.local_model import FILES, find_here, refuse_adapter, refuse_pointers
+from llm_demo.model.positions import position_limit
 from llm_demo.model.weights_files import open_weights
 
 # Without any of them transformers creates an empty tokenizer from config.json.

@@ -39,8 +39,8 @@ from llm_demo.machine.process import regular
 from llm_demo.machine.text import counted
 from llm_demo.model.adapters import decide_lora, factors_of
 from llm_demo.model.costs import flops_of_slot, heads_of, share_of_heads, sizes_of
-from llm_demo.model.families import position_limit, window_of, without_window
 from llm_demo.model.model_folder import Source, find_source
+from llm_demo.model.positions import position_limit, window_of, without_window
 from llm_demo.model.source import fix_date
 from llm_demo.model.weights_files import fingerprint, refuse_other_adapters
 from llm_demo.run.checkpoint_files import checked_facts, compare_shapes, find_checkpoint, weights_of
