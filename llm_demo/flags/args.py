@@ -12,6 +12,7 @@ from typing import Literal
 
 from llm_demo.core.errors import UserError
 from llm_demo.flags.parsing import (
+    fields_of,
     flag,
     flag_text,
     own_fields,
@@ -404,7 +405,7 @@ def parse_args(description: str, *more: type, argv: list[str] | None = None):
         print(parser_of(description, groups, values).format_help(), end="")
         sys.exit(0)
     if unknown:
-        refuse_unknown(unknown[0], parser, groups)
+        refuse_unknown(unknown[0], groups)
     args_type = type_of(more)
     for group in reversed(args_type.__mro__):
         if "fill" in vars(group):
@@ -416,23 +417,24 @@ def parse_args(description: str, *more: type, argv: list[str] | None = None):
 
 def type_of(more: tuple[type, ...] = ()) -> type:
     """A dataclass of the shared flags and those in `more`."""
-    fields = [field for group in (Args, *more) for field in dataclasses.fields(group)]
-    absent = {}
-    for others in own_fields().values():
-        absent |= {name: field.metadata["off"] for name, field in others.items()}
-    for field in fields:
-        absent.pop(field.name, None)
+    mine = fields_of((Args, *more))
+    absent = {name: f.metadata["off"] for name, f in all_fields().items() if name not in mine}
     bases = (*reversed(more), Args)  # the last base's fields come first
     return dataclasses.make_dataclass("AllArgs", [], bases=bases, namespace=absent, frozen=True)
 
 
 @functools.cache
+def all_fields() -> dict[str, dataclasses.Field]:
+    """The flags of all scripts, by name."""
+    found = fields_of(SHARED)
+    for own in own_fields().values():
+        found |= own
+    return found
+
+
 def names_of(tag: str) -> tuple[str, ...]:
     """The flags of all scripts with this tag, a word of parsing.TAGS."""
-    fields = [field for group in SHARED for field in dataclasses.fields(group)]
-    for own in own_fields().values():
-        fields += own.values()
-    return tuple(dict.fromkeys(f.name for f in fields if tag in f.metadata["tags"]))
+    return tuple(name for name, field in all_fields().items() if tag in field.metadata["tags"])
 
 
 def check_divides_rows(args, name: str) -> None:

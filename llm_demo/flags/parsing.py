@@ -278,27 +278,33 @@ def flag_text(value) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value).removeprefix(f"{ROOT}/")
 
 
-def refuse_unknown(word: str, parser: PlainParser, groups: list[type]) -> typing.NoReturn:
+def refuse_unknown(word: str, groups: list[type]) -> typing.NoReturn:
     """Raise UserError for a word of the command line that is no flag of these groups, with the
     flag that is probably meant: the same in other trainers, the first that begins with these
     words, one spelt much like it, or one that is its first words."""
     name = word.split("=")[0].lstrip("-")
-    scripts = scripts_with(name)
+    scripts = [folder for folder, fields in own_fields().items() if name in fields]
     if scripts:
         raise UserError(f"{word}: only for {' and '.join(scripts)}")
-    known = [option[2:] for action in parser._actions for option in action.option_strings]
-    theirs = {}  # their name of a flag -> ours
-    for group in groups:
-        for field in dataclasses.fields(group):
-            theirs |= dict.fromkeys(field.metadata["also"], field.name)
-    near = [name] if name in theirs else []
-    near += [option for option in known if option.startswith(f"{name}_")]
-    near += difflib.get_close_matches(name, [*known, *theirs], 1)
-    near += [option for option in known if name.startswith(f"{option}_")]
+    meant = {"help": "help"}  # a spelling -> the flag
+    for flag, field in fields_of(groups).items():
+        for spelling in (flag, *field.metadata["also"]):
+            meant[spelling] = flag
+        if kind_of(field) is bool:
+            meant[f"no_{flag}"] = f"no_{flag}"
+    near = [name] if name in meant else []
+    near += [spelling for spelling in meant if spelling.startswith(f"{name}_")]
+    near += difflib.get_close_matches(name, meant, 1)
+    near += [spelling for spelling in meant if name.startswith(f"{spelling}_")]
     hint = "see --help"
     if near and word.startswith("--"):
-        hint = f"did you mean --{theirs.get(near[0], near[0])}?"
+        hint = f"did you mean --{meant[near[0]]}?"
     raise UserError(f"unknown argument {word}; {hint}")
+
+
+def fields_of(groups) -> dict[str, dataclasses.Field]:
+    """The flags of dataclasses, by name."""
+    return {field.name: field for group in groups for field in dataclasses.fields(group)}
 
 
 @functools.cache
@@ -314,16 +320,8 @@ def groups_of(folder: Path) -> tuple[type, ...]:
 @functools.cache
 def own_fields() -> dict[str, dict[str, dataclasses.Field]]:
     """The flags of each script's own, by its folder, as in "fsdp/", and by name."""
-    found = {}
-    for file in sorted(ROOT.glob("*/flags.py")):
-        groups = groups_of(file.parent)
-        found[f"{file.parent.name}/"] = {f.name: f for g in groups for f in dataclasses.fields(g)}
-    return found
-
-
-def scripts_with(name: str) -> list[str]:
-    """The folders of the scripts with a flag of their own of this name."""
-    return [folder for folder, fields in own_fields().items() if name in fields]
+    folders = [file.parent for file in sorted(ROOT.glob("*/flags.py"))]
+    return {f"{folder.name}/": fields_of(groups_of(folder)) for folder in folders}
 
 
 # ---------------------------------------------------------------- types for argparse

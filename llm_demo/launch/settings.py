@@ -7,14 +7,13 @@ environment this way, and only for the flags of the script they start: STAGES ha
 pp/launch_pp.sh, but none for fsdp/launch_fsdp.sh or `python fsdp/train_fsdp.py`."""
 
 import ast
-import dataclasses
 import difflib
 import math
 import re
 from pathlib import Path
 
-from llm_demo.flags.args import SHARED, parse_args
-from llm_demo.flags.parsing import env_of, flag_text, groups_of, own_fields, scripts_with
+from llm_demo.flags.args import SHARED, all_fields, parse_args
+from llm_demo.flags.parsing import env_of, fields_of, flag_text, groups_of, own_fields
 from llm_demo.machine.text import counted
 
 # For the bundled model and data: these settings replace empty ones that the environment lacks.
@@ -35,8 +34,7 @@ def check_flags(command: list[str]):
 
 def names_of_settings(script: Path) -> dict[str, str]:
     """{environment variable: flag} of a training script."""
-    groups = (*SHARED, *groups_of(script.parent))
-    fields = [field for group in groups for field in dataclasses.fields(group)]
+    fields = fields_of((*SHARED, *groups_of(script.parent))).values()
     return {env_of(field): field.name for field in fields if env_of(field)}
 
 
@@ -110,15 +108,12 @@ def without_effect(script: Path, environ: dict) -> list[str]:
         near = difflib.get_close_matches(name, settings, 1, cutoff=0.9)
         if "_" in name and near:
             lines.append(f"{name} is not a setting; did you mean {near[0]}?")
-    others = {}
-    for own in own_fields().values():
-        others |= own
-    for field in others.values():
+    for flag, field in all_fields().items():
         name = env_of(field)
         off = ("", "0", "false", flag_text(field.default))
         if name not in settings and environ.get(name, "") not in off:
-            scripts = " and ".join(scripts_with(field.name))
-            lines.append(f"{name} has no effect here: only for {scripts}")
+            scripts = [folder for folder, fields in own_fields().items() if flag in fields]
+            lines.append(f"{name} has no effect here: only for {' and '.join(scripts)}")
     return lines
 
 
