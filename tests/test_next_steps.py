@@ -1,22 +1,17 @@
 """What a run says at its end: commands that work when pasted, and none that cannot."""
 
 import argparse
-import json
-import os
 import re
 import shlex
-import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, python, run
+from conftest import ROOT
 from tiny_tokenizer import make_tokenizer, packs_of, write
 
 from llm_demo import chat, evaluate, export
 from llm_demo.core.mesh import World
-from llm_demo.machine import text
 from llm_demo.machine.text import resume
-from llm_demo.model.weights_files import loading, open_weights
 from llm_demo.run.job import next_steps, without_dry_run
 
 
@@ -159,77 +154,3 @@ def test_a_run_that_went_on_is_exported_again_beside_the_earlier_export(folder):
     assert args.models == ["my run/hf_step_6"]
     found = said(folder, steps=6, lora_rank=4)
     assert words(found["merge"])[:3] == ["my run", "my run/merged_step_6", "--merge"]
-
-
-def test_commands_work_where_the_user_started_cmd_sh(folder, monkeypatch):
-    monkeypatch.setenv("LLM_DEMO_STARTED_IN", str(ROOT))
-    line = said(folder)["export"]  # in ROOT, python -m finds the package
-    assert shlex.split(line)[1:] == ["-m", "llm_demo.export", str(folder), str(folder / "hf")]
-
-
-def paste(said, name, folder):
-    """Run a command that a run has printed, in that folder; -> its output."""
-    (line,) = re.findall(rf"^  {name}: +(.*)$", said, re.M)
-    line = line.replace(sys.executable, python())
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    how = {"cwd": folder, "env": env, "capture_output": True, "text": True, "timeout": 240}
-    done = subprocess.run(["bash", "-c", line], **how)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def loss_of(table):
-    """The loss in the only row of what llm_demo.evaluate prints."""
-    (loss,) = re.findall(r"^\| my data.heldout.jsonl \| \S+ \| (\S+) \|", table, re.M)
-    return float(loss)
-
-
-def heldout_loss(folder, step):
-    logged = map(json.loads, (folder / "metrics.jsonl").open())
-    return next(r["eval/loss"] for r in logged if r["step"] == step and "eval/loss" in r)
-
-
-SHOW_ALL = """
-import runpy, sys
-from llm_demo.machine import text
-text.DELAY = 0
-runpy.run_path(sys.argv.pop(1), run_name="__main__")
-"""
-
-
-def test_pasted_commands_run(tmp_path, monkeypatch, capsys):
-    """Export, evaluation and more training, from a folder of the user's with a space in its name.
-    Also: a warm-up that is longer than the run, and the progress of all that may take long."""
-    here = tmp_path / "a user"
-    here.mkdir()
-    rows = (ROOT / "data/sft_en.jsonl").read_text().splitlines()
-    (here / "my data.jsonl").write_text("\n".join(rows[:12]))
-    (here / "my data.heldout.jsonl").write_text("\n".join(rows[12:15]))
-    flags = "--no_fsdp --max_steps 2 --warmup_steps 10 --seq_len 64 --sample_tokens 0 "
-    flags += "--output_dir run --train_json"
-    script = ROOT / "fsdp/train_fsdp.py"
-    (tmp_path / "show_all.py").write_text(SHOW_ALL)
-    command = [sys.executable, tmp_path / "show_all.py", script, *flags.split(), "my data.jsonl"]
-    done = run(command, cwd=here)
-    assert done.returncode == 0, done.stderr
-    for what in ("tokenising", "packing", "evaluating", "saving"):
-        assert re.search(rf"^{what}: .*, 100%, 00:0\d$", done.stderr, re.M), done.stderr
-    assert (
-        "warning: --warmup_steps 10 is not shorter than the run of 2 steps: the learning rate only "
-        "rises, to 0.0002 in the last step; give a shorter warm-up" in done.stdout
-    )
-    lines = re.findall(r"^  (export|evaluate|continue): +(.*)$", done.stdout, re.M)
-    assert [name for name, _ in lines] == ["export", "evaluate", "continue"]
-    assert re.search(r"^  chat: +.*llm_demo.chat run$", done.stdout, re.M)
-    said = {name: paste(done.stdout, name, here) for name, _ in lines}
-    assert loss_of(said["evaluate"]) == pytest.approx(heldout_loss(here / "run", 2), rel=1e-3)
-    assert "after step 2, checked" in said["continue"] and "step 4/4" in said["continue"]
-
-    monkeypatch.setattr(text, "DELAY", 0)
-    export.export(here / "run/checkpoints/step_00000004", here / "again", "fp32")
-    weights = open_weights(here / "run/hf")
-    with loading(weights, 1):
-        for name in weights.shapes:
-            weights.read(name)
-    shown = re.findall(r"^(.*): \S+ of \S+, (?:99|100)%, 00:0\d$", capsys.readouterr().err, re.M)
-    assert {"exporting", "loading weights"} <= set(shown)
