@@ -15,9 +15,8 @@ import pytest
 from conftest import ALONE, ROOT, SCRIPTS, flags_of, free_port, python, run, slow
 
 from llm_demo.core.errors import UserError
-from llm_demo.launch import nodes
-from llm_demo.launch.__main__ import PER_CORE, Node, this_node
-from llm_demo.launch.ranks import NotRestarted, Ranks, report
+from llm_demo.launch.__main__ import PER_CORE, listen, this_node
+from llm_demo.launch.ranks import report
 
 KINDS = ("fsdp", "pp")
 
@@ -222,11 +221,11 @@ def test_two_nodes_make_one_world(script):
 def test_flags_that_dont_fit_all_nodes_processes_start_none(script, tmp_path, record_property):
     record_property("bad inputs", 1)
     shutil.copy(ROOT / "fsdp_pp/flags.py", tmp_path)
-    command = [str(script("raise SystemExit('started')")), "--stages", "2"]
-    codes, outputs = two_nodes([command] * 2, (1, 2))
+    command = [str(script("raise SystemExit('started')")), "--stages", "4"]
+    codes, outputs = two_nodes([command] * 2, (1, 1))
     last, other = (output.splitlines()[-1] for output in outputs)
     assert codes == [2, 2] and last == other
-    assert last.startswith("error: 3 processes can't form pipelines of 2 --stages: set NPROC")
+    assert last.startswith("error: 2 processes can't form pipelines of 4 --stages: set NPROC")
 
 
 ELSEWHERE = """
@@ -297,10 +296,7 @@ def two_nodes(commands, processes=(1, 1)) -> tuple[list[int], list[str]]:
 # ends in the first attempt.
 LISTENS = """
 import os, pathlib, psutil, runpy, sys, threading
-file, restarts, *sys.argv = sys.argv[1:]
-again = os.environ.get("TORCHELASTIC_RESTART_COUNT")
-if restarts == "1" and again == "0" and os.environ["RANK"] == "1":
-    sys.exit(7)
+file, *sys.argv = sys.argv[1:]
 found, done = set(), threading.Event()
 processes = [psutil.Process(), psutil.Process(int(os.environ["LLM_DEMO_PARENT"]))]
 def watch():
@@ -311,7 +307,7 @@ def watch():
 threading.Thread(target=watch, daemon=True).start()
 runpy.run_path(sys.argv[0], run_name="__main__")
 done.set()
-shown = [again, os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"], *found]
+shown = [os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"], *found]
 pathlib.Path(file + os.environ["RANK"]).write_text(" ".join(shown))
 """
 
@@ -319,16 +315,14 @@ pathlib.Path(file + os.environ["RANK"]).write_text(" ".join(shown))
 @pytest.mark.skipif(sys.platform != "linux", reason="needs rights to read sockets elsewhere")
 @pytest.mark.parametrize("kind", SCRIPTS)
 def test_one_node_listens_on_loopback_alone(kind, script, tmp_path):
-    restarts = int(kind == "fsdp")
     flags = f"--train_json {ROOT}/data/sft_en.jsonl --eval_json none --seq_len 32 --dry_run "
     flags += f"--grad_accum_steps 2 --output_dir {tmp_path}/run --resume auto"
-    command = [tmp_path / "rank", restarts, ROOT / SCRIPTS[kind], *flags.split()]
-    more = {"RESTARTS": "1"} if restarts else {}
-    done = launch(script(LISTENS), *command, NPROC_PER_NODE="2", **more)
+    command = [tmp_path / "rank", ROOT / SCRIPTS[kind], *flags.split()]
+    done = launch(script(LISTENS), *command, NPROC_PER_NODE="2")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     for rank in range(2):
         found = (tmp_path / f"rank{rank}").read_text().split()
-        assert found == [str(restarts), "lo", "lo", "127.0.0.1"]
+        assert found == ["lo", "lo", "127.0.0.1"]
 
 
 def test_a_process_alone_listens_on_loopback():
@@ -367,7 +361,7 @@ def test_ranks_without_the_launcher_listen_on_all_interfaces():
     ]  # fmt: skip
     said = [rank.communicate(timeout=60) for rank in ranks]
     assert {"::", "0.0.0.0"} & {*said[0][0].split()}, said
-    everywhere = nodes.listen("", 0)
+    everywhere = listen("", 0)
     assert everywhere.getsockname()[0] in ("::", "0.0.0.0")
     everywhere.close()
 
@@ -446,18 +440,6 @@ def test_the_rank_that_was_killed_is_named_not_those_it_left_behind(capsys):
     assert capsys.readouterr().err == "error: rank 2 died of SIGSEGV\n"
     assert report({3: 1, 5: 2}) == 1
     assert capsys.readouterr().err == ""
-
-
-def test_a_killed_rank_is_restarted_though_another_reports_an_error():
-    """Which a rank does whose peer is killed; alone it reports bad input."""
-    for codes, restarted in (({0: 2, 1: -9}, True), ({0: 2}, False), ({0: 2, 1: -15}, False)):
-        ranks = Ranks(Node(2, 1, 0, "127.0.0.1", 0, 50, 1, None))
-        ranks.failed, ranks.attempt = codes, 0
-        if restarted:
-            assert ranks.next_rendezvous().bootstrap_store_info.master_port and not ranks.failed
-        else:
-            with pytest.raises(NotRestarted):
-                ranks.next_rendezvous()
 
 
 ANOTHER = """

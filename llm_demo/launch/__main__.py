@@ -6,7 +6,6 @@ NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   for several nodes: run the same co
 JOIN_SECONDS     how long nodes wait for one another at the start (default: 50)
 DIST_TIMEOUT_MINUTES   how long a rank waits for the others in one operation (default: 30)
 STOP_MINUTES     how long ranks may take to save after a signal (default: 10)
-RESTARTS         how often a run on one node is restarted after a failure (default: 0)
 LOGLEVEL=INFO    show the log of torchrun
 
 docs/running.md has more on them, on signals and on exit codes. No rank outlives this process, even
@@ -25,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llm_demo.core.errors import UserError
-from llm_demo.launch import nodes
 from llm_demo.launch.settings import check_flags, flags_of, with_rows_of_two, without_effect
 from llm_demo.machine.process import (
     command,
@@ -41,6 +39,7 @@ from llm_demo.machine.text import counted
 from llm_demo.run.inputs import look
 
 LOOPBACK = "127.0.0.1"
+MOST_NODES = 100_000
 PER_CORE = 32  # processes for each CPU core: more than anyone tries, few enough to start
 
 
@@ -52,7 +51,6 @@ class Node:
     addr: str  # node 0's
     port: int
     wait: int  # seconds to wait for the other nodes
-    restarts: int
     listener: socket.socket | None  # node 0's, at addr and port
 
 
@@ -61,9 +59,8 @@ def this_node() -> Node:
     number("STOP_MINUTES", 10)
     number("NPROC_PER_NODE", 2, at_least=1)
     minutes("DIST_TIMEOUT_MINUTES", 30)
-    restarts = number("RESTARTS", 0, at_most=1000)
     wait = number("JOIN_SECONDS", 50, at_least=1, at_most=86_400)
-    count = number("NNODES", 1, at_least=1, at_most=nodes.MOST)
+    count = number("NNODES", 1, at_least=1, at_most=MOST_NODES)
     rank, addr, port = 0, LOOPBACK, number("MASTER_PORT", 0, at_most=65535)
     if count > 1:
         if not (os.environ.get("MASTER_ADDR") and os.environ.get("NODE_RANK")):
@@ -74,19 +71,30 @@ def this_node() -> Node:
         port = number("MASTER_PORT", 29500, at_least=1)
         if rank >= count:
             raise UserError(f"NODE_RANK={rank}: must be below NNODES={count}")
-        if restarts:
-            raise UserError(
-                f"RESTARTS={restarts}: only on one node; on NNODES={count} the scheduler restarts "
-                "all of them, see docs/clusters.md"
-            )
     listener = None
     if rank == 0:
-        listener = nodes.listen(LOOPBACK if count == 1 else "", port)
+        listener = listen(LOOPBACK if count == 1 else "", port)
         port = listener.getsockname()[1]
-    if count > 1:
-        nodes.resolve(addr, port, nodes.time_left(wait))
-    processes = processes_here()
-    return Node(processes, count, rank, addr, port, wait, restarts, listener)
+    return Node(
+        processes=processes_here(),
+        nodes=count,
+        rank=rank,
+        addr=addr,
+        port=port,
+        wait=wait,
+        listener=listener,
+    )
+
+
+def listen(addr: str, port: int) -> socket.socket:
+    """A socket that listens there. addr "": on all interfaces; port 0: any free one. Raises
+    UserError if the port is busy."""
+    both = not addr and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        return socket.create_server((addr, port), family=family, dualstack_ipv6=both)
+    except OSError:
+        raise UserError(f"port {port} is busy on this machine: give another MASTER_PORT") from None
 
 
 def processes_here() -> int:
@@ -131,11 +139,6 @@ def launch(command: list[str], by_launcher: bool = False, first_run: bool = Fals
     refuse_other_clone(command[0])
     refuse_few_files()
     flags = check_flags(command)
-    if number("RESTARTS", 0) and flags and flags.resume != "auto":
-        raise UserError(
-            "RESTARTS needs --resume auto and --output_dir (RESUME=auto OUTPUT_DIR=...): a "
-            "restarted run resumes from its newest checkpoint"
-        )
     if flags:
         look(flags, first_node=os.environ.get("NODE_RANK", "0") == "0")
     node = this_node()
@@ -143,11 +146,7 @@ def launch(command: list[str], by_launcher: bool = False, first_run: bool = Fals
     set_defaults(node.processes)
     from llm_demo.launch import ranks  # imports torch
 
-    total = node.processes
-    if node.nodes > 1:
-        hello = {"node": node.rank, "nodes": node.nodes, "processes": node.processes}
-        hello["facts"] = nodes.facts_of(Path(command[0]))
-        total = nodes.meet(node.addr, node.port, nodes.time_left(node.wait), hello, node.listener)
+    total = node.nodes * node.processes  # each node has as many
     line = ""
     if flags:
         flags.check_processes(total)

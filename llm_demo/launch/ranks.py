@@ -10,9 +10,11 @@ One method of torchrun's is replaced: PContext.close, which stops ranks.
 - If torchrun no longer calls it: its own times hold, and its record of failures tells the code."""
 
 import os
+import re
 import signal
 import sys
 import time
+from datetime import timedelta
 
 from torch.distributed import PrefixStore, TCPStore, run
 from torch.distributed.elastic.multiprocessing import PContext, SignalException
@@ -25,22 +27,14 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from llm_demo.core.errors import UserError
-from llm_demo.launch.nodes import listen
 from llm_demo.machine.process import PARENT, number, stop_signals
 from llm_demo.machine.text import STOPPED
 
 GRACE = 3  # seconds from SIGTERM to SIGKILL for the remaining ranks after one has failed
-
-# Exit codes of a rank after which a run is not restarted: bad input, stopped by a signal.
-FINAL = {2, STOPPED, *(128 + n for n in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))}
-
 BACKEND = "llm_demo"  # the name of where ranks meet
+LATER = timedelta(minutes=5)  # for torchrun's own exchanges, once all nodes are there
 
 close = PContext.close
-
-
-class NotRestarted(Exception):
-    """The ranks failed in a way that a restart can't fix."""
 
 
 class Ranks(StaticTCPRendezvous):
@@ -48,42 +42,70 @@ class Ranks(StaticTCPRendezvous):
 
     def __init__(self, node):
         """node: a Node of llm_demo.launch.__main__."""
-        super().__init__(node.addr, node.port, node.rank, node.nodes, "llm_demo", timeout=300)
-        self.listener, self.restarts, self.attempt = node.listener, node.restarts, -1
+        super().__init__(node.addr, node.port, node.rank, node.nodes, "llm_demo", node.wait)
+        self.listener = node.listener
         self.failed = {}  # rank -> exit code, of those that failed before the others were stopped
-        self.processes = {}  # rank -> its process, once this attempt's ranks are being stopped
+        self.processes = {}  # rank -> its process, once the ranks are being stopped
 
     def get_backend(self) -> str:
         return BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Open the store where the ranks of the next attempt meet: on loopback for one node.
-        Raises NotRestarted."""
-        self.attempt += 1
-        if self.attempt:
-            self.announce()
-            # not the old store, which holds what killed ranks wrote
-            self.listener = listen(self.master_addr, 0)
-            self.master_port = self.listener.getsockname()[1]
-            self.failed, self.processes = {}, {}
-        server = {"master_listen_fd": self.listener.detach()} if self.rank == 0 else {}
-        store = TCPStore(
-            self.master_addr, self.master_port, is_master=self.rank == 0, wait_for_workers=False,
-            **server,
-        )  # fmt: skip
-        place = RendezvousStoreInfo(self.master_addr, self.master_port)
-        return RendezvousInfo(PrefixStore("agent", store), self.rank, self.world_size, place)
+        """Open the store where the ranks meet: on loopback for one node. Raises UserError if the
+        nodes don't find each other in time."""
+        place = f"MASTER_ADDR={self.master_addr}, MASTER_PORT={self.master_port}"
+        seconds = f"{self.timeout.total_seconds():.0f} s"
+        if self.world_size > 1:
+            line = f"waiting for {self.world_size} nodes at {place}, up to {seconds}"
+            print(line, file=sys.stderr, flush=True)
+        try:
+            store = self.open_store()
+            if self.world_size > 1:
+                self.refuse_unequal_nodes(store, place)
+        except RuntimeError as e:  # of the store
+            more = "JOIN_SECONDS sets how long to wait"
+            joined = re.search(r"(\d+)/\d+ clients joined", str(e))
+            if joined:
+                raise UserError(
+                    f"{joined[1]} of {self.world_size} nodes joined in {seconds} at {place}: start "
+                    f"the others with the same values and each with its own NODE_RANK; {more}"
+                ) from e
+            raise UserError(
+                f"node {self.rank} lost or never reached node 0 at {place} in {seconds}: check the "
+                f"address, node 0's output, and that no firewall blocks the port; {more}"
+            ) from e
+        store.set_timeout(LATER)
+        info = RendezvousStoreInfo(self.master_addr, self.master_port)
+        return RendezvousInfo(PrefixStore("agent", store), self.rank, self.world_size, info)
 
-    def announce(self) -> None:
-        """Say why torchrun starts all ranks again. Raises NotRestarted."""
-        codes = {*self.failed.values()}
-        # A rank whose peer was killed while it saved ends with an error, as after bad input.
-        killed = any(code < 0 and 128 - code not in FINAL for code in codes)
-        if FINAL & codes and not killed:
-            raise NotRestarted
-        if self.failed:
-            report(self.failed)
-        print(f"restart {self.attempt} of {self.restarts}", file=sys.stderr, flush=True)
+    def open_store(self) -> TCPStore:
+        """Node 0 returns when all nodes have connected, the others when they have."""
+        options = {}
+        if self.rank == 0:
+            options["master_listen_fd"] = self.listener.detach()
+        return TCPStore(
+            self.master_addr,
+            self.master_port,
+            world_size=self.world_size,
+            is_master=self.rank == 0,
+            timeout=self.timeout,
+            **options,
+        )
+
+    def refuse_unequal_nodes(self, store: TCPStore, place: str) -> None:
+        """Wait until all nodes are there. Raises UserError unless each has a number of its own and
+        the same NNODES."""
+        nodes = [f"NODE_RANK={i} and NNODES={self.world_size}" for i in range(self.world_size)]
+        store.add(nodes[self.rank], 1)
+        store.add("arrived", 1)
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        while store.add("arrived", 0) < self.world_size and time.monotonic() < deadline:
+            time.sleep(0.1)
+        for node in nodes:
+            count = store.add(node, 0)
+            if count != 1:
+                time.sleep(1)  # the store is node 0's: let the others look, too
+                raise UserError(f"{count} nodes at {place} have {node}, one must have them")
 
     def close(self, context: PContext, *_args, **_options) -> None:
         """In place of PContext.close: stop the ranks. If none has failed, a signal is the cause,
@@ -125,9 +147,11 @@ def start(node, command: list[str]) -> int:
     PContext.close = lambda *args, **options: ranks.close(*args, **options)
     os.environ[PARENT] = str(os.getpid())  # each rank asks the kernel to end it with this process
     options = {
-        "nnodes": node.nodes, "nproc_per_node": node.processes, "max_restarts": node.restarts,
+        "nnodes": node.nodes,
+        "nproc_per_node": node.processes,
+        "max_restarts": 0,
         "rdzv_backend": BACKEND,
-    }  # fmt: skip
+    }
     args = run.parse_args([f"--{name}={value}" for name, value in options.items()] + command)
     try:
         # Not its main(), which prints a 40-line traceback below the failing rank's own line.
@@ -135,14 +159,12 @@ def start(node, command: list[str]) -> int:
     except ChildFailedError as e:
         rank, failure = e.get_first_failure()
         return report(ranks.failed or {rank: failure.exitcode})
-    except NotRestarted:
-        return report(ranks.failed)
     except SignalException as e:
         if {process.poll() for process in ranks.processes.values()} == {STOPPED}:
             return STOPPED
         print(f"error: stopped by {signal.Signals(e.sigval).name}", file=sys.stderr)
         return 128 + e.sigval
-    except RuntimeError as e:  # the nodes did not find each other
+    except RuntimeError as e:  # another node has ended
         raise UserError(f"torchrun on node {node.rank}: {str(e).splitlines()[0]}") from e
     return 0
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import hashlib
 import os
 import re
 import socket
@@ -9,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from importlib import metadata
 
 import torch
 import torch.distributed as dist
@@ -17,7 +19,7 @@ from llm_demo.core.errors import Stopped, UserError
 from llm_demo.core.mesh import World
 from llm_demo.machine import process
 from llm_demo.machine.device import drawn_on, refuse_gpus
-from llm_demo.machine.files import disk_full
+from llm_demo.machine.files import ROOT, disk_full
 from llm_demo.machine.text import STOPPED, counted
 
 
@@ -79,8 +81,24 @@ def start() -> World:
             raise UserError(reason) from e
         raise
     world = World(rank, size, local_rank, device)
-    same_on_all_nodes(world, {"the GPU": drawn_on()})  # refuse_gpus has seen this node's
+    if size > world.local_size:
+        same_on_all_nodes(world, {"the GPU": drawn_on(), **versions()})
     return world
+
+
+def versions() -> dict[str, str]:
+    """What must be the same on all nodes: versions, and a digest of the code."""
+    found = {"Python": ".".join(map(str, sys.version_info[:2]))}
+    for package in ("torch", "transformers", "deepspeed"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "missing"
+    folders = [ROOT / "llm_demo", *(flags.parent for flags in ROOT.glob("*/flags.py"))]
+    files = sorted(file for folder in folders for file in folder.rglob("*.py"))
+    code = [str(file.relative_to(ROOT)).encode() + file.read_bytes() for file in files]
+    found["the code's digest"] = hashlib.sha256(b"\0".join(code)).hexdigest()[:12]
+    return found
 
 
 def _patient_group():
@@ -153,7 +171,7 @@ def same_on_all_nodes(world: World, facts: dict) -> None:
             if others.get(name) != first[name]:
                 raise UserError(
                     f"{name} is {first[name]} on rank 0, but {others.get(name)} on rank {rank}: "
-                    "start all nodes with the same GPUs, flags, data and model"
+                    "start all nodes with the same GPUs, versions, code, flags, data and model"
                 )
 
 
