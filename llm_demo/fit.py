@@ -147,15 +147,6 @@ SHORT = {
     "expert_parallel": "experts over",
     "tensor_parallel": "matrices over",
 }
-HELPS = {  # flags: what nothing() says of them
-    ("lora_rank",): "adapters only (--lora_rank {lora_rank})",
-    (
-        "lora_rank",
-        "base_bits",
-    ): "adapters over a base in 4 bits (--lora_rank {lora_rank} --base_bits 4)",
-    ("optim_state",): "AdamW's moments in bf16 (--optim_state bf16)",
-    ("cards",): "{cards} such cards",
-}
 NOT_SEARCHED = "ZeRO-3 with offload, which keeps the weights on the host too, is not searched"
 
 
@@ -318,8 +309,8 @@ def choice_of(config, sizes: Sizes, ask, settings: Settings) -> Choice:
             config, pieces, "balanced", settings.micro_batch_size, ask.seq_len, recomputed
         )
         settings = replace(settings, counts=counts)
-    elif recomputed and ask.seq_len >= LONG and not settings.keys:
-        kept, _ = attention_kept(sizes, settings, ask.memory)
+    elif recomputed:
+        kept, _ = attention_kept(sizes, settings, ask.seq_len, ask.memory)
         settings = replace(settings, attention_kept=kept)
     seconds = step_time.step_seconds(sizes, settings, ask.tflops * 1e12, ask.bandwidth * 1e9)
     ranks = peaks(sizes, settings)
@@ -435,20 +426,11 @@ def nothing(found: list[Choice], config, ask) -> str:
         if ask.host_memory and choice.host > ask.host_memory:
             memory += f", of {ask.host_memory:g}"
             needs.append(f"{math.ceil(choice.host)} GiB of host memory")
-    rank = ask.lora_rank or ADAPTERS
-    tried = [{"lora_rank": rank}]
-    if not is_mixture(config):
-        tried.append({"lora_rank": rank, "base_bits": 4})
-    moments = [] if ask.lora_rank else [{"optim_state": "bf16"}]
-    more_cards = [{"cards": ask.cards * times} for times in (2, 4, 8)]
-    helps = []
-    for others in (tried, moments, more_cards):  # the first of each that fits
-        for other in others:
-            those = argparse.Namespace(**vars(ask) | other)
-            if best([*choices(config, those, pipeline=False)], those)[1]:
-                helps.append(HELPS[tuple(other)].format(**other))
-                break
-    helps.insert(len(helps) > 0 and "adapters" in helps[0], " with ".join(needs))
+    helps = [" with ".join(needs)]
+    for words, other in remedies(config, ask):
+        those = argparse.Namespace(**vars(ask) | other)
+        if best([*choices(config, those, pipeline=False)], those)[1]:
+            helps.append(words)
     enough = [c.host for c in found if c.memory <= ask.usable]
     if enough:
         helps.append(f"{math.ceil(min(enough))} GiB of host memory")
@@ -457,6 +439,19 @@ def nothing(found: list[Choice], config, ask) -> str:
     if not ask.lora_rank and not is_mixture(config):
         text += f"; {NOT_SEARCHED}: see docs/zero.md"
     return text
+
+
+def remedies(config, ask) -> Iterator[tuple[str, dict]]:
+    """(what may help, what to ask for instead)."""
+    rank = ask.lora_rank or ADAPTERS
+    if not ask.lora_rank:
+        yield f"adapters only (--lora_rank {rank})", {"lora_rank": rank}
+        yield "AdamW's moments in bf16 (--optim_state bf16)", {"optim_state": "bf16"}
+    if not is_mixture(config):
+        words = f"adapters over a base in 4 bits (--lora_rank {rank} --base_bits 4)"
+        yield words, {"lora_rank": rank, "base_bits": 4}
+    for cards in (2 * ask.cards, 4 * ask.cards, 8 * ask.cards):
+        yield f"{cards} such cards", {"cards": cards}
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

@@ -20,7 +20,15 @@ from llm_demo.core.loss import CHUNK_ROWS, SLIM
 from llm_demo.core.mesh import World
 from llm_demo.machine.device import dtype_name, free_host_memory, this_device
 from llm_demo.machine.dist import once_per_node
-from llm_demo.model.costs import MASTER_BYTES, MOMENT_BYTES, Cost, Sizes, on_a_rank, state_bytes
+from llm_demo.model.costs import (
+    MASTER_BYTES,
+    MOMENT_BYTES,
+    Cost,
+    Sizes,
+    on_a_rank,
+    state_bytes,
+    unit_of,
+)
 from llm_demo.run.choices import has_fused_kernels
 
 GB = 2**30
@@ -30,10 +38,10 @@ CONTEXT_GB = 1.2  # measured on two H100
 PROCESS = 2.1  # GiB of host memory: Python, PyTorch, CUDA; measured beside 0.6B to 14B on H200
 USABLE = 0.95  # share of a card's memory; the rest is for what the formula leaves out
 LONG = 8192  # tokens of a document from which on attention takes a good part of the forward
-CHOICES = 12  # bytes of a chosen expert with its probability
 STAY = 2  # inputs of blocks that --activations_on_host leaves on the device
 PIECE = 1 << 14  # tokens that a frozen MLP computes together
 STREAMED = 3 << 21  # elements that the host's optimizer has on the device at a time
+UNIT = 64e6  # parameters of a unit of blocks, if one block has fewer
 TOGETHER = 1 << 27  # elements of the matrices that PowerSGD multiplies at a time
 
 
@@ -127,11 +135,10 @@ def keys_kept(compute, train) -> float:
     """Mean number of keys per token whose probabilities are kept: 0 by a fused kernel."""
     if compute.attn_impl == "math":
         return train.seq_len
-    if compute.attn_impl == "bucketed":
-        device = this_device()
-        if device.vendor != "amd" or has_fused_kernels(device):
-            return 0
-    elif compute.attn_impl != "bucketed_math":
+    plain, device = compute.attn_impl == "bucketed_math", this_device()
+    if compute.attn_impl == "bucketed" and device.vendor == "amd":
+        plain = not has_fused_kernels(device)
+    if not plain:
         return 0
     lengths = np.diff(train.doc_start)
     padded = np.minimum(-(-lengths // BUCKET) * BUCKET, train.seq_len)
@@ -148,25 +155,28 @@ class Moment(NamedTuple):
     loss: float = 0
 
 
-def peaks(sizes: Sizes, settings: Settings) -> list[Peak]:
+def peaks(sizes: Sizes, s: Settings) -> list[Peak]:
     """Of each rank. Equal ranks share a Peak."""
     found = []
-    for stage in range(settings.stages):
-        part = part_of(sizes, settings, stage)
-        if settings.engine in ("pp", "zero"):
-            moments = deepspeed_moments(sizes, settings, part)
-        elif settings.lora:
-            moments = lora_moments(sizes, settings, part)
+    for stage in range(s.stages):
+        flight = in_flight(s, stage)
+        part = part_of(sizes, s, flight)
+        activations, loss = at_the_loss(sizes, s, flight)
+        if s.engine in ("pp", "zero"):
+            moments = deepspeed_moments(sizes, s, part, activations, loss)
+        elif s.lora:
+            moments = lora_moments(sizes, s, part, activations, loss)
         else:
-            moments = fsdp_moments(sizes, settings, part)
+            moments = fsdp_moments(sizes, s, part, activations, loss)
         most = max(moments, key=sum)
-        gb = {name: size / GB for name, size in most._asdict().items()}
-        gb[UNUSED] = SCATTERED * sum(gb.values())
-        gb[CONTEXT] = CONTEXT_GB
-        if host := host_bytes(sizes, settings):
-            host += PROCESS * GB
-        copies = settings.copies * part.shard * state_bytes(settings)
-        found += [Peak(gb, host / GB, copies / GB)] * settings.ranks
+        parts = {name: size / GB for name, size in most._asdict().items()}
+        parts[UNUSED] = SCATTERED * sum(most) / GB
+        parts[CONTEXT] = CONTEXT_GB
+        host = host_bytes(sizes, s) / GB
+        if host:
+            host += PROCESS
+        copies = part.shard * state_bytes(s) / GB if s.copies else 0
+        found += [Peak(parts, host, copies)] * s.ranks
     return found
 
 
@@ -179,51 +189,39 @@ def fullest(sizes: Sizes, settings: Settings) -> Peak:
 
 
 class Part(NamedTuple):
-    """The part of a model that a rank computes. Numbers of parameters, bytes of activations."""
+    """The part of a model that a rank computes, in parameters."""
 
-    blocks: list[float]  # of each block, when it is gathered
-    pieces: int
+    blocks: float  # when they are gathered
     embedding: int  # 0 without embedding and head
-    whole: float  # all, when they are gathered
-    shard: float  # that this rank has of them
+    ends: int  # of embedding and head
+    shard: float  # that this rank has of all
     unit: float  # the largest that is gathered at once
-    activations: float  # when they and the loss take most
-    loss: float
+
+    @property
+    def whole(self) -> float:
+        return self.blocks + self.ends
 
 
-def part_of(sizes: Sizes, s: Settings, stage: int) -> Part:
-    counts = s.counts or (len(sizes.blocks),)
-    flight = in_flight(s, stage)
-    piece_of = [piece for piece, count in enumerate(counts) for _ in range(count)]
-    here = [block for block, piece in zip(sizes.blocks, piece_of, strict=True) if piece in flight]
-    blocks = [on_a_rank(block, s.tensor_parallel, s.expert_parallel) for block in here]
-    total = sum(block.parameters for block in here)
+def part_of(sizes: Sizes, s: Settings, flight: dict[int, int]) -> Part:
+    """flight: see in_flight. A stage's blocks count as so many mean ones."""
+    share = 1
+    if s.counts:
+        share = sum(s.counts[piece] for piece in flight) / len(sizes.blocks)
+    gathered = sum(on_a_rank(b, s.tensor_parallel, s.expert_parallel) for b in sizes.blocks)
+    stored = sum(block.parameters for block in sizes.blocks)
     if s.lora and s.lora.in_4_bits:
-        stored = zip(blocks, s.lora.in_4_bits, strict=True)
-        blocks = [b - numbers + taken / s.size for b, (numbers, taken) in stored]
-        total = sum(blocks)
-    head = len(counts) - 1 in flight
-    ends = (0 in flight) + head
+        numbers, taken = map(sum, zip(*s.lora.in_4_bits, strict=True))
+        gathered = stored = gathered - numbers + taken / s.size
+    ends = (0 in flight) + (max(len(s.counts), 1) - 1 in flight)
     if sizes.tied and s.engine != "fsdp_pp":  # where a tied head is a copy
         ends = min(ends, 1)
-    embedding = sizes.embedding if ends else 0
-    whole = sum(blocks) + ends * embedding
-    unit = blocks_of_unit(sizes, s) * max(blocks)
-    tokens = [s.tokens * flight.get(piece, 0) for piece in piece_of]
-    activations, loss = at_the_loss(sizes, s, tokens, head)
-    if s.stages > 1:  # outputs for the next stage, until their backward
-        activations += sum(flight.values()) * s.tokens * sizes.hidden * s.size
-    shard = (total + ends * embedding) / s.ranks
-    return Part(blocks, len(flight), embedding, whole, shard, unit, activations, loss)
-
-
-def blocks_of_unit(sizes: Sizes, s: Settings) -> int:
-    """Blocks that are compiled and sharded together, at most: see costs.unit_sizes."""
-    if s.activations_on_host:  # only a unit's input goes to the host
-        return 1
-    if s.blocks_per_unit or any(block.rule for block in sizes.blocks):
-        return s.blocks_per_unit or 1
-    return max(1, min(4, round(64e6 / min(block.parameters for block in sizes.blocks))))
+    return Part(
+        blocks=share * gathered,
+        embedding=sizes.embedding if ends else 0,
+        ends=ends * sizes.embedding,
+        shard=(share * stored + ends * sizes.embedding) / s.ranks,
+        unit=max(gathered / len(sizes.blocks) * max(s.blocks_per_unit, 1), UNIT),
+    )
 
 
 def in_flight(s: Settings, stage: int) -> dict[int, int]:
@@ -246,28 +244,23 @@ def in_flight(s: Settings, stage: int) -> dict[int, int]:
 # ---------------------------------------------------------------- activations and the loss
 
 
-def saved_bytes(sizes: Sizes, s: Settings) -> list[float]:
-    """Bytes per token that each block keeps if nothing is computed again: what products, norms,
+def saved_bytes(block: Cost, sizes: Sizes, s: Settings) -> float:
+    """Bytes per token that a block keeps if nothing is computed again: what products, norms,
     attention and residual sums read."""
-    found, shares = [], s.tensor_parallel
-    for block in sizes.blocks:
-        numbers = (4 + block.chosen) * sizes.hidden + block.mixer + 3 * width_of(block, s)
-        if s.compile:
-            numbers *= s.activation_memory_budget
-        else:  # also the inputs of multiplications, and of norms a copy in fp32
-            numbers *= 2.4 if block.rule else 1.6
-        numbers += 2 * (shares - 1) * sizes.hidden  # whole rows before attention and MLP
-        if s.sequence_parallel > 1:  # the output of attention, for whole rows
-            numbers += sizes.heads.queries * sizes.heads.width
-        total = numbers * s.size
-        if block.chosen:  # the router's input and its probabilities, in fp32
-            total += 4 * (sizes.hidden + sizes.experts)
-        if s.keys and not block.rule:  # no fused kernel: in fp32, with probabilities
-            total += 4 * sizes.heads.queries * (3 * sizes.heads.width + s.keys)
-        if block.rule and s.rule == "chunked":  # in fp32, with the states between chunks
-            total += 90 * block.rule
-        found.append(total)
-    return found
+    numbers = (4 + block.chosen) * sizes.hidden + block.mixer + 3 * width_of(block, s)
+    if s.compile:
+        numbers *= s.activation_memory_budget
+    else:  # also the inputs of multiplications, and of norms a copy in fp32
+        numbers *= 2.4 if block.rule else 1.6
+    numbers += 2 * (s.tensor_parallel - 1) * sizes.hidden  # whole rows before attention and MLP
+    if s.sequence_parallel > 1:  # the output of attention, for whole rows
+        numbers += sizes.heads.queries * sizes.heads.width
+    total = numbers * s.size
+    if s.keys and not block.rule:  # no fused kernel: in fp32, with probabilities
+        total += 4 * sizes.heads.queries * (3 * sizes.heads.width + s.keys)
+    if block.rule and s.rule == "chunked":  # in fp32, with the states between chunks
+        total += 90 * block.rule
+    return total
 
 
 def width_of(block: Cost, s: Settings) -> float:
@@ -277,31 +270,23 @@ def width_of(block: Cost, s: Settings) -> float:
     return block.width
 
 
-def passing_bytes(sizes: Sizes, s: Settings) -> list[float]:
-    """Bytes per token that exist only while each block's backward runs: what is computed again, and
+def passing_bytes(block: Cost, sizes: Sizes, s: Settings) -> float:
+    """Bytes per token that exist only while a block's backward runs: what is computed again, and
     gradients beside it."""
-    heads, found = sizes.heads, []
-    of_queries = heads.queries * heads.width
-    for block, again in zip(sizes.blocks, saved_bytes(sizes, s), strict=True):
-        numbers = 2 * block.chosen * sizes.hidden  # inputs of experts, in two orders
-        if s.tensor_parallel > 1:  # sums, sent and received
-            numbers += 2 * s.tensor_parallel * sizes.hidden
-        if s.sequence_parallel > 1:  # slices for heads, sent and received
-            numbers += 4 * of_queries
-        total = numbers * s.size + 8 * heads.queries * s.keys
-        if s.use_activation_checkpointing:
-            # gradients of queries, keys and values, some in fp32, or of a delta rule
-            attention = heads.width * (
-                s.size * (4 * heads.queries + 2 * heads.keys) + 4 * heads.queries
-            )
-            if block.rule:
-                attention = 56 * block.rule
-            network = width_of(block, s) * s.size
-            total += again
-            if not block.chosen:  # when attention's gradients come, the MLP's memory is free
-                total += max(network, attention - 3 * network)
-        found.append(total)
-    return found
+    heads = sizes.heads
+    total = 8 * heads.queries * s.keys  # gradients of probabilities
+    if s.sequence_parallel > 1:  # slices for heads, sent and received
+        total += 4 * heads.queries * heads.width * s.size
+    if not s.use_activation_checkpointing:
+        return total
+    total += saved_bytes(block, sizes, s)
+    if block.chosen:
+        return total
+    # of queries, keys and values, some in fp32; then the network's memory is free
+    of_attention = s.size * (4 * heads.queries + 2 * heads.keys) + 4 * heads.queries
+    of_mixer = 56 * block.rule or heads.width * of_attention
+    of_network = width_of(block, s) * s.size
+    return total + max(of_network, of_mixer - 3 * of_network)
 
 
 def loss_bytes(sizes: Sizes, s: Settings) -> float:
@@ -322,31 +307,31 @@ def attention_bytes(sizes: Sizes, s: Settings) -> int:
     return sizes.heads.queries * (sizes.heads.values * s.size + 4)
 
 
-def at_the_loss(
-    sizes: Sizes, s: Settings, tokens: list[float], head: bool = True
-) -> tuple[float, float]:
-    """Bytes of (activations, the loss) when they take most. tokens: whose activations each block
-    keeps; 0: it is on another rank. head: whether the loss is computed here."""
-    kept = saved_bytes(sizes, s)
-    if s.use_activation_checkpointing:  # inputs, and so that recomputation has them, choices
-        kept = [sizes.hidden * s.size + CHOICES * block.chosen for block in sizes.blocks]
-    total = sum(count * size for count, size in zip(tokens, kept, strict=True))
+def at_the_loss(sizes: Sizes, s: Settings, flight: dict[int, int]) -> tuple[float, float]:
+    """Bytes of (activations, the loss) when they take most. flight: see in_flight."""
+    n = len(sizes.blocks)
+    counts = s.counts or (n,)
+    held = sum(counts[piece] * times for piece, times in flight.items())  # blocks
+    each = block_input = sizes.hidden * s.size
+    if not s.use_activation_checkpointing:
+        each = sum(saved_bytes(block, sizes, s) for block in sizes.blocks) / n
+    tokens = held * each
     if s.activations_on_host:
-        total -= sum(tokens[STAY + 1 :]) * sizes.hidden * s.size
-    if s.attention_kept:
-        total += sum(tokens[-s.attention_kept :]) * attention_bytes(sizes, s)
-    if s.expert_parallel > 1:  # all ranks' tokens, their sums, and the gradients of both
-        total += 4 * s.expert_parallel * s.tokens * sizes.hidden * s.size
-    passing = zip(tokens, passing_bytes(sizes, s), strict=True)
-    backward = s.tokens * max(size for count, size in passing if count)
-    loss = loss_bytes(sizes, s) if head else 0
-    return (total, loss) if loss >= backward else (total + backward, 0)
+        tokens -= (n - STAY - 1) * block_input
+    tokens += s.attention_kept * attention_bytes(sizes, s)
+    backward = max(passing_bytes(block, sizes, s) for block in {*sizes.blocks})
+    activations = s.tokens * tokens
+    if len(counts) - 1 in flight and loss_bytes(sizes, s) >= s.tokens * backward:
+        return activations, loss_bytes(sizes, s)
+    return activations + s.tokens * backward, 0
 
 
 # ---------------------------------------------------------------- weights and gradients
 
 
-def fsdp_moments(sizes: Sizes, s: Settings, part: Part) -> list[Moment]:
+def fsdp_moments(
+    sizes: Sizes, s: Settings, part: Part, activations: float, loss: float
+) -> list[Moment]:
     """Of FSDP2, in a pipeline or not, and of one process."""
     size, embedding, unit, shard = s.size, part.embedding, part.unit, part.shard
     sums_each = s.optimizer_on_host or s.reshard_after_forward and s.replicas == "1"
@@ -368,24 +353,25 @@ def fsdp_moments(sizes: Sizes, s: Settings, part: Part) -> list[Moment]:
             gradients = 4 * shard + embedding * sent
     else:
         weights = at_end = part.whole * (size if s.optimizer_on_host else s.with_master)
-        # a micro-batch's exist until they are added
-        gradients = sums + part.whole / part.pieces * size
+        # a micro-batch's of a piece exist until they are added
+        pieces = max(1, len(s.counts) // s.stages)
+        gradients = sums + part.whole / pieces * size
         if s.optimizer_on_host:  # a unit's
             gradients = sums + max(unit, embedding) * size
         elif not between:  # a unit's are copied
-            gradients += max(unit, part.whole - sum(part.blocks)) * size
+            gradients += max(unit, part.ends) * size
     optimizer = shard * MOMENT_BYTES[s.optim_state]
     if s.optimizer_on_host:
         optimizer = STREAMED * state_bytes(s)
     if s.psgd_rank:  # its errors, and two sets of matrices that are multiplied
         optimizer += 4 * shard + 8 * min(shard, max(TOGETHER, embedding / s.ranks))
     found = [
-        Moment(weights, optimizer, sums, part.activations, part.loss),
+        Moment(weights, optimizer, sums, activations, loss),
         Moment(at_end, optimizer, gradients),
     ]
     if s.sharded and s.use_activation_checkpointing and s.engine == "fsdp":
         # the first block's, when all gradients are there
-        again = s.tokens * passing_bytes(sizes, s)[0]
+        again = s.tokens * passing_bytes(sizes.blocks[0], sizes, s)
         found.append(Moment(at_end, optimizer, 4 * (shard + unit), again))
     return found
 
@@ -394,7 +380,7 @@ def gathered(sizes: Sizes, s: Settings, part: Part) -> float:
     """Parameters that are gathered when the loss is computed."""
     total = part.whole
     if s.reshard_after_forward:
-        total += 2 * part.unit - sum(part.blocks)
+        total = part.ends + 2 * part.unit
     # with the host's optimizer the embedding is freed after the forward
     freed = s.optimizer_on_host and s.reshard_after_forward and not sizes.tied
     if s.engine == "fsdp" and s.ranks > 1 and s.size < 4 and not freed:
@@ -402,7 +388,9 @@ def gathered(sizes: Sizes, s: Settings, part: Part) -> float:
     return total
 
 
-def lora_moments(sizes: Sizes, s: Settings, part: Part) -> list[Moment]:
+def lora_moments(
+    sizes: Sizes, s: Settings, part: Part, activations: float, loss: float
+) -> list[Moment]:
     """Of adapters: the model has neither masters nor gradients."""
     trained = s.lora.parameters / s.ranks
     own = s.lora.parameters - s.lora.routed * (1 - 1 / s.expert_parallel)
@@ -414,10 +402,12 @@ def lora_moments(sizes: Sizes, s: Settings, part: Part) -> list[Moment]:
         weights += sizes.hidden * max(block.width for block in sizes.blocks) * s.size
     optimizer = trained * MOMENT_BYTES[s.optim_state]
     gradients = own * 4 if s.grad_accum_steps > 1 else 0
-    return [Moment(weights, optimizer, gradients, part.activations, part.loss)]
+    return [Moment(weights, optimizer, gradients, activations, loss)]
 
 
-def deepspeed_moments(sizes: Sizes, s: Settings, part: Part) -> list[Moment]:
+def deepspeed_moments(
+    sizes: Sizes, s: Settings, part: Part, activations: float, loss: float
+) -> list[Moment]:
     """Of ZeRO, and of a pipeline with ZeRO's first stage."""
     whole, embedding, size, shard = part.whole, part.embedding, s.size, part.shard
     stage, on_host = s.zero.get("stage", 1), "offload_optimizer" in s.zero
@@ -439,17 +429,14 @@ def deepspeed_moments(sizes: Sizes, s: Settings, part: Part) -> list[Moment]:
         if size == 4:  # the step copies them; sums are kept beside a micro-batch's
             gradients += 4 * (whole + shard)
             sums += 4 * whole * (s.grad_accum_steps > 1)
-    if stage > 1:  # a bucket, and the embedding's gradient, in the compute dtype and in fp32
-        gradients = sums + (bucket + embedding) * (4 + size)
-        sums += bucket * size
-    if stage == 3:  # more buffers: fitted to measured rows
-        sums += bucket * 4
-        gradients += bucket * size + embedding * 6
+    if stage > 1:  # buckets, and the embedding's gradient: fitted to measured rows
+        gradients = sums + bucket * (4 + 2 * size) + embedding * (10 + size)
+        sums += bucket * (4 + size)
     still = 0
     if s.engine == "zero" and not sizes.tied:  # its head is reduced before any block's backward
-        still = part.activations
+        still = activations
     return [
-        Moment(weights * size + masters, optimizer, sums, part.activations, part.loss),
+        Moment(weights * size + masters, optimizer, sums, activations, loss),
         Moment(at_end * size + masters, optimizer, gradients, still),
     ]
 
@@ -488,16 +475,27 @@ def capacity_of(args) -> float:
     return limit + CONTEXT_GB if limit else this_device().memory_gb
 
 
-def attention_kept(sizes: Sizes, settings: Settings, capacity: float) -> tuple[int, float]:
-    """(how many of the last blocks, if recomputed, can keep what attention returned, the GiB that
-    this takes). Whole units do."""
-    n, unit = len(sizes.blocks), blocks_of_unit(sizes, settings)
+def attention_kept(
+    sizes: Sizes, settings: Settings, longest: int, capacity: float
+) -> tuple[int, str]:
+    """(how many of the last blocks, if recomputed, keep what attention returned, the reason).
+    longest: tokens of a document."""
+    if longest < LONG:
+        return 0, "documents are short"
+    if settings.keys:
+        return 0, "attention is no fused kernel here"
+    if not capacity:
+        return 0, "the memory of this device is not known"
+    n = len(sizes.blocks)
+    unit = settings.blocks_per_unit or unit_of(sizes.blocks[-1])  # that keeps it whole
+    if settings.activations_on_host:
+        unit = 1
     for blocks in (n, *range((n - 1) // unit * unit, -1, -unit)):
         keeping = dataclasses.replace(settings, attention_kept=blocks)
         needed = fullest(sizes, keeping).total
         if needed < USABLE * capacity:
             break
-    return blocks, needed
+    return blocks, f"about {needed:.0f} of {capacity:.0f} GiB with {blocks}"
 
 
 def report(ranks: list[Peak], args) -> str:

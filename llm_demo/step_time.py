@@ -24,13 +24,6 @@ def speed_of(card: str | None, dtype) -> tuple[float, float]:
     return tflops, NVLINK if card in (None, *LINKED) else PCIE
 
 
-def step_seconds(sizes: Sizes, s: Settings, flops: float, bandwidth: float) -> float:
-    micro = micro_batch_seconds(sizes, s, flops)
-    if s.stages > 1:
-        return pipeline_seconds(sizes, s, micro, bandwidth)
-    return fsdp_seconds(sizes, s, micro, bandwidth)
-
-
 def micro_batch_seconds(sizes: Sizes, s: Settings, flops: float) -> float:
     """What one card would take for a micro-batch, or its slice of one, through the whole model.
     Attention counts half, since it is causal. Checkpointing repeats 0.7 of the blocks' forward
@@ -51,28 +44,6 @@ def exposed(seconds: float, beside: float) -> float:
     return max(seconds / 3, seconds - beside)
 
 
-def fsdp_seconds(sizes: Sizes, s: Settings, micro: float, bandwidth: float) -> float:
-    n, accum = len(sizes.blocks), s.grad_accum_steps
-    if s.activations_on_host:  # there and back
-        micro += exposed(4 * sizes.hidden * s.tokens * n / TO_HOST, micro)
-    # weights in bf16, once a step or, resharded, twice a micro-batch; gradients in fp32, or in bf16
-    # after each micro-batch
-    weights, gradients = 2, 4
-    if s.reshard_after_forward:
-        weights = 4 * accum
-    if s.optimizer_on_host or s.reshard_after_forward and accum > 1:
-        gradients = 2 * accum
-    cut = sum(block.cut for block in sizes.blocks) * (1 - 1 / s.tensor_parallel)
-    total = sizes.parameters - cut
-    trained = s.lora.active if s.lora else total
-    sent = (total * weights + trained * gradients) * (1 - 1 / s.ranks)
-    each = s.reshard_after_forward or s.optimizer_on_host
-    step = exposed(sent / bandwidth, micro * (accum if each else 1))
-    if s.optimizer_on_host:  # masters and moments to the card, and back, beside a forward
-        step += exposed(sizes.parameters * state_bytes(s) / s.ranks / TO_HOST, micro / 3)
-    return step + accum * (micro + waits_seconds(sizes, s, bandwidth))
-
-
 def waits_seconds(sizes: Sizes, s: Settings, bandwidth: float) -> float:
     """Of a micro-batch, in which cards exchange tokens and compute nothing: slices for heads,
     tokens of experts that are spread, and sums of shares of matrices."""
@@ -88,18 +59,31 @@ def waits_seconds(sizes: Sizes, s: Settings, bandwidth: float) -> float:
     return seconds * (3 if s.use_activation_checkpointing else 2)
 
 
-def pipeline_seconds(sizes: Sizes, s: Settings, micro: float, bandwidth: float) -> float:
-    """A stage has its share of a micro-batch, but all of LAUNCH. It idles for stages - 1
-    micro-batches, half as long with two pieces, and waits for all it sends."""
-    pieces = 2 if s.schedule in ("dualpipev", "interleaved") else 1  # of a stage
-    accum, stages = s.grad_accum_steps, s.stages
-    micro = (micro - LAUNCH) / stages + LAUNCH
-    # hidden states and their gradients in bf16
-    sent = 4 * sizes.hidden * accum * s.tokens * pieces
-    if sizes.tied and s.schedule != "dualpipev":
-        sent += 4 * sizes.embedding
-    step = (accum + (stages - 1) / pieces) * micro + sent / bandwidth
-    times = accum if s.reshard_after_forward else 1
-    gathers = 2 * times if s.reshard_after_forward else 1
-    shared = (2 * gathers + 4) * sizes.parameters / stages * (1 - 1 / s.ranks)
-    return step + exposed(shared / bandwidth, micro * times)
+def step_seconds(sizes: Sizes, s: Settings, flops: float, bandwidth: float) -> float:
+    accum, stages, total = s.grad_accum_steps, s.stages, sizes.parameters
+    # A stage has its share of a micro-batch, but all of LAUNCH. It idles for stages - 1
+    # micro-batches, half as long with two pieces, and waits for all it sends.
+    pieces = 2 if s.schedule in ("dualpipev", "interleaved") else 1
+    micro = (micro_batch_seconds(sizes, s, flops) - LAUNCH) / stages + LAUNCH
+    if s.activations_on_host:  # there and back
+        micro += exposed(4 * sizes.hidden * s.tokens * len(sizes.blocks) / TO_HOST, micro)
+    step = (accum + (stages - 1) / pieces) * (micro + waits_seconds(sizes, s, bandwidth))
+    if stages > 1:  # hidden states and their gradients, and those of a tied head
+        sent = 4 * sizes.hidden * accum * s.tokens * pieces
+        if sizes.tied and s.schedule != "dualpipev":
+            sent += 4 * sizes.embedding
+        step += sent / bandwidth
+    # bytes of a weight in bf16, once a step or, resharded, twice a micro-batch; of a gradient in
+    # fp32, or in bf16 after each micro-batch
+    weights, gradients, beside = 2, 4, micro
+    if s.reshard_after_forward:
+        weights, beside = 4 * accum, accum * micro
+    if s.optimizer_on_host or s.reshard_after_forward and accum > 1 and stages == 1:
+        gradients, beside = 2 * accum, accum * micro
+    here = total - sum(block.cut for block in sizes.blocks) * (1 - 1 / s.tensor_parallel)
+    trained = s.lora.active if s.lora else here
+    shared = (here * weights + trained * gradients) / stages * (1 - 1 / s.ranks)
+    step += exposed(shared / bandwidth, beside)
+    if s.optimizer_on_host:  # masters and moments to the card, and back, beside a forward
+        step += exposed(total * state_bytes(s) / s.ranks / TO_HOST, micro / 3)
+    return step

@@ -175,8 +175,8 @@ def test_nothing_fits(capsys):
     number = r"(\d+\.\d)"
     said = re.fullmatch(
         rf"error: nothing fits; nearest: micro 1, .*: {number} GiB a card, "
-        rf"where 11.4 may be used, and 95.7 GiB of host memory; what would help: adapters over a "
-        rf"base in 4 bits \(--lora_rank 16 --base_bits 4\) or cards of (\d+) GiB or (\d+) such "
+        rf"where 11.4 may be used, and 95.7 GiB of host memory; what would help: cards of (\d+) "
+        rf"GiB or adapters over a base in 4 bits \(--lora_rank 16 --base_bits 4\) or (\d+) such "
         rf"cards; {fit.NOT_SEARCHED}: see docs/zero.md\n", err,
     )  # fmt: skip
     needed, cards, more = map(float, said.groups())

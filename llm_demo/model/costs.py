@@ -27,6 +27,7 @@ class Cost(NamedTuple):
     chosen: int  # experts of a token; 0: one dense network
     mixer: int  # numbers per token that attention or a delta rule reads in a forward
     rule: int  # width of all values of a delta rule; 0: attention
+    hybrid: bool  # whether some of the model's blocks have a delta rule
 
     def flops(self, attended: float) -> float:
         """Training FLOPs per token, forward and backward, that attends to so many tokens: 6 per
@@ -50,7 +51,6 @@ class Sizes(NamedTuple):
     hidden: int
     vocabulary: int
     tied: bool  # whether embedding and head are one matrix
-    experts: int  # routed, of each block that has any
     heads: Heads
     blocks: list[Cost]
 
@@ -73,7 +73,6 @@ def sizes_of(config) -> Sizes:
         hidden=config.hidden_size,
         vocabulary=config.vocab_size,
         tied=config.tie_word_embeddings,
-        experts=experts_of(config),
         heads=heads_of(config),
         blocks=block_costs(config),
     )
@@ -134,6 +133,7 @@ def _cost(config, with_experts: bool, linear: bool) -> Cost:
         chosen=chosen,
         mixer=mixer,
         rule=rule,
+        hybrid=is_hybrid(config),
     )
 
 
@@ -264,18 +264,21 @@ def heads_of(config) -> Heads:
     return Heads(config.num_attention_heads, config.num_key_value_heads, *widths)
 
 
+def unit_of(block: Cost) -> int:
+    """Blocks like this one that make a unit."""
+    return max(1, min(1 if block.hybrid else 4, round(64e6 / block.parameters)))
+
+
 def unit_sizes(config, n_blocks: int, blocks_per_unit: int, first: int = 0) -> list[int]:
     """Blocks of each unit, of n_blocks from block `first` on. blocks_per_unit 0: units of about 64M
     parameters, at most 4 blocks, all of one size: dense ones and those with experts apart. In a
     model with a delta rule each block is a unit: compiled together, all but the first keep shifted
     copies of their convolution's input."""
-    blocks = block_costs(config)[first : first + n_blocks]
-    alike = [(p, len(list(same))) for p, same in itertools.groupby(b.parameters for b in blocks)]
-    sizes = []
-    for parameters, n in [(0, n_blocks)] if blocks_per_unit else alike:
-        most = 1 if is_hybrid(config) else 4
-        size = blocks_per_unit or max(1, min(most, round(64e6 / parameters)))
-        units = -(-n // size)
+    blocks, sizes = block_costs(config)[first : first + n_blocks], []
+    for _, alike in itertools.groupby(blocks, lambda block: blocks_per_unit or block.parameters):
+        same = list(alike)
+        n = len(same)
+        units = math.ceil(n / (blocks_per_unit or unit_of(same[0])))
         sizes += [n // units + (u < n % units) for u in range(units)]
     return sizes
 
