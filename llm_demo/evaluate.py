@@ -88,7 +88,7 @@ def check(args) -> None:
         refuse_unwritable(args.out, "--out")
     for name in args.models:
         find_here(name)
-    find_files(args.data, say=lambda line: None)
+    find_files(args.data)
 
 
 def data_flags(args) -> DataArgs:
@@ -101,7 +101,8 @@ def data_flags(args) -> DataArgs:
 def look(args) -> None:
     """`check`, and the same for bad rows."""
     check(args)
-    check_rows(find_files(args.data, say=lambda line: None), data_flags(args))
+    files, _ = find_files(args.data)
+    check_rows(files, data_flags(args))
 
 
 if __name__ == "__main__":  # before the slow imports
@@ -167,7 +168,9 @@ def evaluate(name: str, args, device: torch.device, dtype: torch.dtype) -> dict:
         log(f"{name}: {line}")
     if fix_date(tokenizer, args.date):
         log(f"{name}: the chat template prints the date, here {args.date}")
-    paths = find_files(args.data, say=log)
+    paths, lines = find_files(args.data)
+    for line in lines:
+        log(line)
     data = [load_packs(path, tokenizer, data_flags(args), log=log) for path in paths]
     refuse_unknown_tokens(data, config.vocab_size)
     model = load_model(name, folder, config, dtype).to(device)

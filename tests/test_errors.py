@@ -259,7 +259,7 @@ BAD = [
     # data
     *(("fsdp", f"--train_json {name}", said) for name, (_, said) in BAD_DATA.items()),
     ("fsdp", "--train_json *.txt", "no data file matches"),
-    ("fsdp", "--train_json 'no model'", "no model is a folder with no data file"),
+    ("fsdp", "--train_json 'no model'", "no model is a folder without training data"),
     ("fsdp", "--train_json pipe", "no such data file: pipe"),
     ("fsdp", "--train_json /dev/zero", "no such data file: /dev/zero"),
     ("fsdp", "--eval_json pipe", "no such data file: pipe"),

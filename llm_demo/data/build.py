@@ -4,11 +4,9 @@ Only a few numpy tables grow with the data: ten million rows need no ten million
 The flat files replace a datasets.Dataset: a document is one slice of a memory map, where an Arrow
 list column costs a lookup and a conversion."""
 
-import functools
 import itertools
 import json
 import os
-import re
 from array import array
 from collections import Counter
 from collections.abc import Iterator
@@ -20,23 +18,18 @@ import numpy as np
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import Packs
 from llm_demo.data.bad_rows import Bad, BadRows
-from llm_demo.data.labels import Codec, arguments_as_text, encode
-from llm_demo.data.records import ARGUMENTS, EMPTY, REAL, TOOLS, RowFormat, keys_of, open_rows
+from llm_demo.data.labels import Codec, encode, has_variable
+from llm_demo.data.records import TOOLS, RowFormat, keys_of, open_rows
 from llm_demo.data.sources import hub_parts, place_of, read_rows
-from llm_demo.data.turns import REMARKS, Record, Sample, assistant
+from llm_demo.data.turns import REMARKS, Record, Sample
 from llm_demo.machine.cache import verified
 from llm_demo.machine.text import counted, progress
 
 ROWS_AT_A_TIME = 1000  # rows tokenised in one call
 # default seq_len: fits SHARE of the documents, a multiple of STEP, at most LONGEST_DEFAULT
 SHARE, STEP, LONGEST_DEFAULT = 0.99, 128, 4096
-# of turns, and of the assistant's: always used
-TURN_KEYS, ANSWER_KEYS = {"role", "content"}, {"tool_calls", "reasoning_content"}
-TRIES, USED = 10, -1  # a template may use a key in some turns only
-TEXT_ARGUMENTS = "arguments of tool calls as JSON text"
 FLAT = {"tokens.int32": np.int32, "learnt.bool": bool}  # the flat files
 REASONS, OTHER_REASONS = 50, "bad row: for other reasons"  # how many are counted apart
-NOTED = ("also used", "unused keys", "unused keys in turns")
 
 
 @dataclass
@@ -48,8 +41,8 @@ class File:
     keys: list[str]
     why: str
     rows: int = 0
-    # rows with each optional key ("also used") and each that is not read
-    noted: dict[str, Counter] = field(default_factory=lambda: {kind: Counter() for kind in NOTED})
+    used: dict[str, int] = field(default_factory=Counter)  # optional key: rows with it
+    unused: dict[str, int] = field(default_factory=Counter)  # key that is not read: rows with it
 
 
 @dataclass
@@ -100,12 +93,11 @@ class Stats:
             keys = "/".join(file.keys)
             yield f"data: {file.path}: {keys} ({file.why}), {counted(file.rows, 'row')}"
         for file in self.files:
-            for what, rows in file.noted.items():
-                if rows:
-                    note = " (its answers are learnt)" * ("history" in rows and what == NOTED[0])
-                    keys = [f"{k or '(no name)'} ({counted(n, 'row')})" for k, n in rows.items()]
-                    more = f" and {len(keys) - 12:,} more" * (len(keys) > 12)
-                    yield f"data: {file.path}: {what}: {', '.join(keys[:12])}{more}{note}"
+            if file.used:
+                note = " (its answers are learnt)" if "history" in file.used else ""
+                yield f"data: {file.path}: also used: {_listed(file.used)}{note}"
+            if file.unused:
+                yield f"data: {file.path}: unused keys: {_listed(file.unused)}"
         if eos is not None and any(f.format not in ("text", "tokens") for f in self.files):
             yield (
                 "data: the tokenizer has no chat template: turns are joined by line breaks and "
@@ -218,14 +210,14 @@ def _tokenise(
     files: list[str], codec: Codec, flags, stats: Stats
 ) -> Iterator[tuple[Sample, int, int]]:
     """Yield all documents, uncut, each with the numbers of its file and row."""
-    size, tries = sum(os.path.getsize(path) for path in files if not hub_parts(path)), {}
+    size = sum(os.path.getsize(path) for path in files if not hub_parts(path))
     marks = None if codec.train_on_prompt else codec.template  # see to_record
     bad = BadRows(flags.skip_bad_rows is False)
     with progress(what="tokenising", total=size, unit="B") as bar:
         for number, path in enumerate(files):
-            rows, place = read_rows(path, bar, keep_bad=True), f"{path}{place_of(path)}"
-            row_format, rows = open_rows(rows, place, flags, bad, marks)
-            file, turn_keys = File(path, *row_format), Counter()
+            place = f"{path}{place_of(path)}"
+            row_format, rows = open_rows(read_rows(path, bar), place, flags, bad, marks)
+            file = File(path, row_format.format, row_format.keys, row_format.why)
             stats.files.append(file)
             while chunk := list(itertools.islice(rows, ROWS_AT_A_TIME)):
                 file.rows += len(chunk)
@@ -238,8 +230,7 @@ def _tokenise(
                 chunk = [part for part in chunk if not isinstance(part[2], Bad)]
                 encoded = encode(codec, [record for _, _, record in chunk])
                 for (n, row, record), (sample, reasons) in zip(chunk, encoded, strict=True):
-                    _count_keys(file, row, row_format, record, codec.template)
-                    _try_turn_keys(codec, record, tries, turn_keys)
+                    _count_keys(file, row, row_format, codec.template)
                     if isinstance(sample, str):
                         _count(stats.skipped, sample, number, n)
                         continue
@@ -250,9 +241,6 @@ def _tokenise(
                     if system not in stats.systems and len(stats.systems) < 2:
                         stats.systems.append(system)
                     yield sample, number, n
-            for (key, role), n in sorted(turn_keys.items()):
-                if tries[key, role] != USED:
-                    file.noted[NOTED[2]][key] += n
     if bad.count:
         raise bad.error()
 
@@ -270,62 +258,23 @@ def _count(left_out: dict[str, LeftOut], reason: str, file: int, row: int, turns
     rows.turns += turns
 
 
-def _count_keys(
-    file: File, row: dict, row_format: RowFormat, record: Record, template: str
-) -> None:
+def _count_keys(file: File, row: dict, row_format: RowFormat, template: str) -> None:
     """Count a row under each optional key that it uses and each key that nothing uses."""
-    value, (used, unused) = row[row_format.keys[0]], keys_of(row, row_format)
-    if record.tokens and len(record.tokens[0]) == len(value):
-        used = [key for key in used if key != REAL]  # there is no padding
-    for key in TOOLS if not _mentions(template, "tools") else ():
-        if key in used:
-            used.remove(key)
+    used, unused = keys_of(row, row_format)
+    for key in used:
+        if key in TOOLS and not has_variable(template, "tools"):
             unused.append(key)
-    if record.messages and isinstance(value, list) and any(map(_text_arguments, value)):
-        used.append(TEXT_ARGUMENTS)
-    file.noted[NOTED[0]].update(used)
-    file.noted[NOTED[1]].update(unused)
+        else:
+            file.used[key] += 1
+    for key in unused:
+        file.unused[key] += 1
 
 
-def _try_turn_keys(codec: Codec, record: Record, tries: dict, rows: Counter) -> None:
-    """Find out whether the template uses the other keys of a row's turns: whether its text changes
-    without one of them. tries: {(key, role): how often it has not, USED once it has}. rows: of each
-    (key, role) that is not known to be used."""
-    seen = set()
-    for number, message in enumerate(record.messages or ()):
-        always = TURN_KEYS | (ANSWER_KEYS if assistant(message) else set())
-        for key in sorted(message.keys() - always):
-            place = key, message["role"]
-            if message[key] in EMPTY or tries.setdefault(place, 0) == USED:
-                continue
-            if codec.template and tries[place] < TRIES:
-                without = {k: v for k, v in message.items() if k != key}
-                messages = [*record.messages[:number], without, *record.messages[number + 1 :]]
-                both = record, record._replace(messages=messages)
-                forms = both, map(arguments_as_text, both)  # see labels
-                texts = [[codec.try_render(r.messages, r) for r in form] for form in forms]
-                texts = [(text, other) for text, other in texts if text is not None]
-                if texts:
-                    used = any(text != other for text, other in texts)
-                    tries[place] = USED if used else tries[place] + 1
-            if tries[place] != USED and key not in seen:
-                rows[place] += 1
-                seen.add(key)
-
-
-def _text_arguments(turn) -> bool:
-    """Whether a turn of a row has a tool call whose arguments are JSON text."""
-    calls = (turn.get("tool_calls") or []) if isinstance(turn, dict) else []
-    return isinstance(calls, str) or any(
-        isinstance((call.get("function") or call).get(key), str)
-        for call in calls
-        for key in ARGUMENTS
-    )
-
-
-@functools.cache
-def _mentions(template: str, key: str) -> bool:
-    return re.search(rf"\b{re.escape(key)}\b", template) is not None
+def _listed(rows: dict[str, int]) -> str:
+    """Keys and how many rows have each; of many, the first twelve."""
+    keys = [f"{key or '(no name)'} ({counted(n, 'row')})" for key, n in rows.items()]
+    more = f" and {len(keys) - 12:,} more" if len(keys) > 12 else ""
+    return ", ".join(keys[:12]) + more
 
 
 def _cut(

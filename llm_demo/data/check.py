@@ -19,7 +19,7 @@ def check_rows(files: list[str], flags, most: int = CHECKED) -> None:
     for path in files:
         if hub_parts(path) or is_array(path) and os.path.getsize(path) > most:
             continue
-        rows = read_rows(path, bar, keep_bad=True)
+        rows = read_rows(path, bar)
         _, rows = open_rows(rows, f"{path}{place_of(path)}", flags, bad)
         for _ in rows:
             if sum(sizes) > most and not bad.count:

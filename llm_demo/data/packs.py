@@ -21,7 +21,7 @@ from llm_demo.machine.cache import build
 from llm_demo.machine.files import cache_folder
 from llm_demo.machine.text import counted, progress
 
-FORMAT = 10  # of a pack; increase it when the same files are read, labelled or stored differently
+FORMAT = 11  # of a pack; increase it when the same files are read, labelled or stored differently
 SPLIT_SEED = 0  # not --seed, so that runs with other seeds have the same held-out documents
 SHOWN = 400  # tokens from each end of a long example
 MOST_DOCUMENTS = 200_000_000  # of all passes of a mixture: a few GB of numbers
@@ -48,7 +48,9 @@ def load_packs(
     node go first saves work. Packs.stats: a Stats.
 
     The commands check the flags; raises UserError for files or tokenizers that can't be used."""
-    files = find_files(train_json, split, log)
+    files, skipped = find_files(train_json, split)
+    for line in skipped:
+        log(line)
     last_only = flags.learn_turns == "last"
     codec = Codec(tokenizer, flags.train_on_prompt, last_only, flags.learn_reasoning)
     key, identity = _identify(files, codec, flags, limit)

@@ -62,7 +62,6 @@ TURN = {"role", "from", *CONTENT, "tool_calls", "function_call", *REASONING}
 ONLY_TEXT = "only text can be learnt: leave such rows out"
 CHOICES = {"choices", "options"}  # a question of several choices, which the answer may only number
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-ONE_TURN = "collect the turns of each conversation in one row, as a list under 'messages'"
 TRIED = 1000  # rows of which one must be in a known format
 EMPTY = (None, "", [], {})
 
@@ -88,28 +87,28 @@ def detect_format(row: dict, where: str, flags) -> RowFormat:
         choices = FORMATS[flags.data_format][0]
         keys = next((keys for keys in choices if row.keys() >= set(keys)), choices[0])
         return RowFormat(flags.data_format, keys, "--data_format")
-    if row and all(isinstance(v, dict) and "0" in v for v in row.values()):
-        raise UserError(
-            f"{where}: these are the columns of a table, as pandas writes them: save it with "
-            "df.to_json(FILE, orient='records', lines=True)"
-        )
     # a table may have the columns of two formats, one of them null
     filled = {key for key, value in row.items() if value is not None}
-    formats = (
-        RowFormat(name, keys, "first row")
-        for present in (filled, row.keys())
-        for name, (choices, _) in FORMATS.items()
-        for keys in choices
-        if present >= set(keys) and not (keys == ("question", "answer") and CHOICES & present)
-    )
-    row_format, one_turn = next(formats, None), isinstance(row.get("role"), str)
-    if row_format is None:
-        cure = f": a row is one turn: {ONE_TURN}" * one_turn
+    found = _format_of(filled) or _format_of(row.keys())
+    if found is None:
         keys = ", ".join(row) or "(none)"
-        raise UserError(f"{where}: unknown row format, keys: {keys}{cure}; accepted: {ACCEPTED}")
-    if row_format.format == "text" and one_turn:
-        raise UserError(f"{where}: a row is one turn (role, text): {ONE_TURN}")
-    return row_format
+        raise UserError(f"{where}: unknown row format, keys: {keys}; accepted: {ACCEPTED}")
+    if found.format == "text" and isinstance(row.get("role"), str):
+        raise UserError(
+            f"{where}: a row is one turn (role, text): collect the turns of each conversation in "
+            "one row, as a list under 'messages'"
+        )
+    return found
+
+
+def _format_of(present) -> RowFormat | None:
+    """The first format whose keys are all present."""
+    for name, (choices, _) in FORMATS.items():
+        for keys in choices:
+            numbered = keys == ("question", "answer") and CHOICES & present
+            if present >= set(keys) and not numbered:
+                return RowFormat(name, keys, "first row")
+    return None
 
 
 def to_record(row: dict, row_format: RowFormat, where: str, template: str | None = None) -> Record:
@@ -305,11 +304,6 @@ def _history(history, template: str | None) -> list[dict]:
         texts = itertools.chain(*history)
         roles = itertools.cycle(("user", "assistant"))
         turns = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise UserError(
-            "'history' must be a list of [question, answer] pairs; rename the key if it means "
-            "something else"
-        )
     return _messages(turns, "history", template)
 
 
@@ -318,13 +312,13 @@ def _tokens(ids, optional: dict) -> tuple[list[int], list[bool]]:
     same ids, -100 where not learnt), masks and positions. Raises UserError if they are of another
     form or contradict one another."""
     for key, value in {"input_ids": ids, **optional}.items():
-        mask = key in (REAL, *LEARNT)
-        fits = isinstance(value, list) and len(value) == len(ids)
-        if not (fits and all(i in (0, 1) if mask else type(i) is int for i in value)):
-            kind = "0 and 1" if mask else "integers"
+        kind = "integers"
+        if key == "input_ids":
+            kind = "token ids"
+        elif key in (REAL, *LEARNT):
+            kind = "0 and 1"
+        if not (isinstance(value, list) and len(value) == len(ids) and _all_are(kind, value)):
             raise UserError(f"{key!r} must be a list of {kind}, one for each token")
-    if any(not 0 <= i < 2**31 for i in ids):
-        raise UserError("'input_ids' contains a number that is not a token id")
     real = np.array(optional.get(REAL, [1] * len(ids)), bool)
     at = np.flatnonzero(real)
     part = slice(at[0], at[-1] + 1) if len(at) else slice(0)
@@ -355,6 +349,14 @@ def _tokens(ids, optional: dict) -> tuple[list[int], list[bool]]:
     return ids[part], learnt[part].tolist()
 
 
+def _all_are(kind: str, values: list) -> bool:
+    if kind == "0 and 1":
+        return all(value in (0, 1) for value in values)
+    if not all(type(value) is int for value in values):
+        return False
+    return kind == "integers" or all(0 <= value < 2**31 for value in values)
+
+
 def _messages(turns, key: str, template: str | None) -> list[dict]:
     """Check OpenAI (role, content) or ShareGPT (from, value) turns and convert them to messages, in
     which null is the same as no key. template: as in `to_record`."""
@@ -382,9 +384,8 @@ def _message(turn, place: str, template: str | None) -> dict:
         calls = [call]
     if name in CALLS and not calls:
         content, calls = None, _from_json(content)
-        calls = calls if isinstance(calls, list) else [calls]
-        if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
-            raise UserError(f"{place}: a {name} turn must contain JSON with 'name' and 'arguments'")
+        if not isinstance(calls, list):
+            calls = [calls]
     if content is None and calls:
         content = ""  # OpenAI writes null beside tool calls
     calls = {"tool_calls": _calls(calls, place)} if calls else {}

@@ -5,7 +5,6 @@ columns and fills up a short one, in silence. For Parquet it refuses columns of 
 not. For JSON Lines it does not name a broken line, and all rows need the same types. So Parquet and
 Arrow are read by PyArrow, as datasets itself does, and the others by the standard library."""
 
-import codecs
 import contextlib
 import csv
 import functools
@@ -13,17 +12,15 @@ import glob
 import hashlib
 import io
 import json
-import math
 import os
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from tqdm.utils import CallbackIOWrapper
 
 from llm_demo.core.errors import UserError
 from llm_demo.data.bad_rows import Bad
-from llm_demo.machine.files import DECODER, LFS, digest
+from llm_demo.machine.files import DECODER, digest
 from llm_demo.machine.text import counted, words_of
 
 # searched for in a folder
@@ -36,63 +33,86 @@ NOT_FOR_TRAINING = re.compile(
     r"\.heldout\.|(?i:(^|[-_.])(test|validation|valid|val|dev|eval)([-_.]|$))"
 )
 NO_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-NO_ROWS = re.compile(r"^\.|^[^.]*$|\.md$", re.I)  # .gitattributes, LICENSE, README.md
-SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 # openai/gsm8k, openai/gsm8k:test, openai/gsm8k:main:train[:1000]
 HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*?)(?::([\w.-]+))??(?::(\w+(?:\[[\w:%-]*\])?))?")
 BOM = b"\xef\xbb\xbf"
-OTHER_BOMS = {  # UTF-32's begins with UTF-16's
-    codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32",
-    codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16",
-}  # fmt: skip
 NOT_UTF8 = re.compile("[\udc80-\udcff]")  # bytes that "surrogateescape" has kept
 BLANK = object()  # a line without a row
 MOST_WEIGHT = 1000  # of a file in a mixture
 
 
-def find_files(train_json: str, split: str | None = None, say: Callable = print) -> list[str]:
-    """Expand files, folders, globs and hub datasets, separated by commas, in a fixed order: to
-    paths, and to "id:split" or "id:config:split" for the hub.
+def find_files(names: str, split: str | None = None) -> tuple[list[str], list[str]]:
+    """(what to read, lines for the log about files that are skipped).
 
-    Globs and folders skip every x.heldout.*, unless the glob asks for them: evaluation data must
-    not be trained on. Folders also skip test and validation splits. say(line) reports the skipped
-    files. split: of hub datasets that name none. Raises UserError if there is nothing to read."""
-    parts = [train_json] if os.path.exists(train_json) else train_json.split(",")
-    files = [file for part in parts for file in _expand(part.strip(), split, say)]
+    names: files, folders, globs and hub datasets, separated by commas. They become paths, and
+    "id:split" or "id:configuration:split" for the hub, in a fixed order. Globs and folders skip
+    every x.heldout.*, unless the glob asks for them: evaluation data must not be trained on.
+    Folders also skip test and validation splits. split: of hub datasets that name none. Raises
+    UserError if there is nothing to read."""
+    parts = [names] if os.path.exists(names) else names.split(",")
+    files, lines = [], []
+    for part in parts:
+        found, skipped = _expand(part.strip(), split)
+        files += found
+        if skipped:
+            lines.append(f"data: skipped, named as held-out or test data: {', '.join(skipped)}")
+    seen = set()
     for path in files:
         if not hub_parts(path) and suffix_of(path) in NOT_READ:
-            raise UserError(
-                f"{path}: {suffix_of(path)} files are not read: convert it to one of "
-                f"{', '.join(FILES)}, also with .gz or .zst"
-            )
-    for path, times in Counter(map(os.path.realpath, files)).items():
-        if times > 1:
+            raise UserError(f"{path}: {suffix_of(path)} files are not read: convert it to .jsonl")
+        if os.path.realpath(path) in seen:
             raise UserError(
                 f"{path} is listed twice: list it once (to repeat it, give it a weight: {path}*2)"
             )
-    return files
+        seen.add(os.path.realpath(path))
+    return files, lines
 
 
-def _expand(part: str, split: str | None, say: Callable) -> list[str]:
-    """What one part of a list of sources names."""
+def _expand(part: str, split: str | None) -> tuple[list[str], list[str]]:
+    """(what one part of a list of sources names, files that are skipped)."""
     if os.path.isfile(part):
-        return [part]
+        return [part], []
     if os.path.isdir(part):
-        if os.path.isfile(os.path.join(part, "dataset_dict.json")):  # datasets' save_to_disk
-            part = os.path.join(part, "train")
-        return _in_folder(part, say)
-    if hub := hub_parts(part):
+        return _in_folder(part)
+    hub = hub_parts(part)
+    if hub:
         if not (hub[2] or split):
             raise UserError(f"{part}: name the split to read, for example {part}:test")
-        return [part if hub[2] else f"{part}:{split}"]
+        return [part if hub[2] else f"{part}:{split}"], []
     if not glob.has_magic(part):
         raise UserError(f"no such data file: {part or '(an empty name)'}")
-    matches = [p for p in sorted(glob.glob(part, recursive=True)) if os.path.isfile(p)]
+    found = [path for path in sorted(glob.glob(part, recursive=True)) if os.path.isfile(path)]
+    skipped = []
     if ".heldout" not in part:
-        matches = _without(matches, HELD_OUT, say)
-    if not matches:
+        skipped = _named(found, HELD_OUT)
+    files = [path for path in found if path not in skipped]
+    if not files:
         raise UserError(f"no data file matches {part}")
-    return matches
+    return files, skipped
+
+
+def _in_folder(folder: str) -> tuple[list[str], list[str]]:
+    """(the data files of a folder, those that are skipped)."""
+    if os.path.isfile(f"{folder}/dataset_dict.json"):  # save_to_disk of datasets has written it
+        folder = os.path.join(folder, "train")
+    found = [
+        path
+        for path in sorted(glob.glob(os.path.join(glob.escape(folder), "*")))
+        if suffix_of(path) in FILES and os.path.basename(path) not in NO_DATA
+    ]
+    skipped = _named(found, NOT_FOR_TRAINING)
+    files = [path for path in found if path not in skipped and os.path.isfile(path)]
+    if not files:
+        raise UserError(
+            f"{folder} is a folder without training data: name a data file ({', '.join(FILES)}, "
+            "also with .gz or .zst) or the folder that holds it"
+        )
+    return files, skipped
+
+
+def _named(paths: list[str], names: re.Pattern) -> list[str]:
+    """The paths of files with such a name."""
+    return [path for path in paths if names.search(os.path.basename(path))]
 
 
 def weighted(train_json: str) -> tuple[str, list[float] | None]:
@@ -100,29 +120,34 @@ def weighted(train_json: str) -> tuple[str, list[float] | None]:
     none is given). "a.jsonl*2" has the weight 2 unless a file has this name. Raises UserError."""
     if os.path.exists(train_json) or "*" not in train_json:
         return train_json, None
-    parts = []
-    for part in map(str.strip, train_json.split(",")):
-        name, star, number = map(str.strip, part.rpartition("*"))
-        source = star and (os.path.exists(name) or hub_parts(name) or glob.glob(name))
-        weight = None
-        if source and not glob.glob(part):
-            with contextlib.suppress(ValueError):  # "dir/*.jsonl"
-                weight = float(number)
-            if not 0 < (weight or 0) < math.inf and (weight is not None or os.path.isfile(name)):
-                raise UserError(
-                    f"--train_json {part}: the weight {number!r} is not a number above 0"
-                )
-            if (weight or 0) > MOST_WEIGHT:
-                raise UserError(
-                    f"--train_json {part}: a weight must be at most {MOST_WEIGHT:,}; --num_epochs "
-                    "repeats all files"
-                )
-        parts.append((part if weight is None else name, weight))
+    parts = [_name_and_weight(part.strip()) for part in train_json.split(",")]
     if all(weight is None for _, weight in parts):
         return train_json, None
-    quiet = functools.partial(find_files, split="train", say=lambda line: None)
-    weights = [1 if weight is None else weight for name, weight in parts for _ in quiet(name)]
+    weights = []
+    for name, weight in parts:
+        files, _ = find_files(name, "train")
+        weights += [1 if weight is None else weight] * len(files)
     return ",".join(name for name, _ in parts), weights
+
+
+def _name_and_weight(part: str) -> tuple[str, float | None]:
+    """The name and the weight of one part of a list of sources. A glob may end with a star."""
+    name, _, number = part.rpartition("*")
+    name = name.strip()
+    is_source = os.path.exists(name) or hub_parts(name) or glob.glob(name)
+    if not is_source or glob.glob(part):
+        return part, None
+    try:
+        weight = float(number)
+    except ValueError:
+        if not os.path.isfile(name):
+            return part, None
+        weight = 0
+    if not 0 < weight <= MOST_WEIGHT:
+        raise UserError(
+            f"--train_json {part}: a weight must be a number above 0, at most {MOST_WEIGHT:,}"
+        )
+    return name, weight
 
 
 def hub_parts(name: str) -> tuple[str, str | None, str | None] | None:
@@ -134,45 +159,12 @@ def hub_parts(name: str) -> tuple[str, str | None, str | None] | None:
     return match.groups()
 
 
-def _in_folder(folder: str, say: Callable) -> list[str]:
-    if not os.path.isdir(folder):
-        splits = ", ".join(sorted(next(os.walk(os.path.dirname(folder)))[1]))
-        raise UserError(f"no such split: {folder}; name one of the folders beside it: {splits}")
-    paths = _data_files(folder, "*")
-    if files := _without(paths, NOT_FOR_TRAINING, say):
-        others = [entry.name for entry in os.scandir(folder) if entry.is_file()]
-        others = [name for name in others if not NO_ROWS.search(name)]
-        if others := sorted({*others} - {*map(os.path.basename, paths)} - {*NO_DATA}):
-            more = f" and {len(others) - 12} more" if len(others) > 12 else ""
-            say(f"data: skipped, unsupported file types: {', '.join(others[:12])}{more}")
-        return files
-    holds = f"only {', '.join(map(os.path.basename, paths))}" if paths else "no data file"
-    usable = _without(_data_files(folder, "*/*"), NOT_FOR_TRAINING, say=lambda line: None)
-    such = f", such as {os.path.dirname(usable[0])}" if usable else ""
-    raise UserError(
-        f"{folder} is a folder with {holds}: name a data file ({', '.join(FILES)}, also with "
-        f".gz or .zst) or the folder that holds it{such}"
-    )
-
-
-def _data_files(folder: str, pattern: str) -> list[str]:
-    paths = sorted(glob.glob(os.path.join(glob.escape(folder), pattern)))
-    return [p for p in paths if suffix_of(p) in FILES and os.path.basename(p) not in NO_DATA]
-
-
-def _without(paths: list[str], names: re.Pattern, say: Callable) -> list[str]:
-    """The paths of files whose names do not match; the others are reported."""
-    skipped = [path for path in paths if names.search(os.path.basename(path))]
-    if skipped:
-        say(f"data: skipped, named as held-out or test data: {', '.join(skipped)}")
-    return [path for path in paths if path not in skipped and os.path.isfile(path)]
-
-
 def _split_name(path: str) -> tuple[str, str, str]:
     """x.jsonl.gz -> ("x", ".jsonl", ".gz"): the extension and the compression."""
     stem, last = os.path.splitext(path)
-    compressed = last.lower() in COMPRESSED
-    return (*os.path.splitext(stem), last) if compressed else (stem, last, "")
+    if last.lower() in COMPRESSED:
+        return (*os.path.splitext(stem), last)
+    return stem, last, ""
 
 
 def heldout_beside(train_json: str) -> str | None:
@@ -201,75 +193,47 @@ def content_of(source: str) -> str:
     return hashed.hexdigest()
 
 
-def read_rows(path: str, bar=None, keep_bad=False) -> Iterator[tuple[int, dict]]:
+def read_rows(path: str, bar=None) -> Iterator[tuple[int, dict | Bad]]:
     """Yield (number from 1, row): of the line in JSON Lines, whose blank lines are skipped, else of
-    the row. A UTF-8 BOM is accepted. bar: a progress bar, advanced by the bytes read.
+    the row. A row that can't be read or is no object is a Bad. A UTF-8 BOM is accepted. bar: a
+    progress bar, advanced by the bytes read.
 
-    Raises UserError for an empty file, one that is damaged, or a row that can't be read or is no
-    object. keep_bad: yield a Bad in place of such a row."""
+    Raises UserError for an empty file, or one that is damaged."""
     import pyarrow  # installed with datasets
 
-    number, empty, hub = 0, True, hub_parts(path)
-    read = TABLES.get(suffix_of(path), _read_json)
+    read = _read_hub if hub_parts(path) else READERS.get(suffix_of(path), _read_json)
+    number, empty = 0, True
     try:
-        for number, row in enumerate(_hub_rows(path) if hub else read(path, bar), 1):
+        for number, row in enumerate(read(path, bar), 1):
             if row is BLANK:
                 continue
             empty = False
             if not isinstance(row, dict | Bad):
-                wrong_name = isinstance(row, list) and suffix_of(path) != ".json"
-                hint = "; a file with one array of rows must be named .json" * wrong_name
-                row = Bad(f"a row must be a JSON object, not {json.dumps(row)[:50]}{hint}")
-            if isinstance(row, Bad) and not keep_bad:
-                raise UserError(f"{path}{place_of(path)}{number}: {row}")
-            if hub or read is _read_arrow:  # a null cell stays: its column exists
-                row = {key: _without_nulls(value) for key, value in row.items()}
+                row = Bad(f"a row must be a JSON object, not {json.dumps(row)[:50]}")
             yield number, row
-    except (OSError, ValueError, RecursionError, csv.Error, pyarrow.ArrowException) as error:
-        raise UserError(_what_is_wrong(path, number, error)) from None
+    except (OSError, ValueError, csv.Error, pyarrow.ArrowException) as error:
+        if getattr(error, "errno", None):
+            raise UserError(f"cannot read {path}: {error.strerror}") from None
+        raise UserError(
+            f"{path}: damaged or truncated behind row {number}: {words_of(error)}"
+        ) from None
     if empty:
         raise UserError(f"{path} is empty: it has no rows to train on")
 
 
 def place_of(path: str) -> str:
     """What stands between the name of a source and the number of a row."""
-    return ", row " if hub_parts(path) or suffix_of(path) in TABLES or is_array(path) else ":"
+    is_table = hub_parts(path) or suffix_of(path) in READERS or is_array(path)
+    return ", row " if is_table else ":"
 
 
 def is_array(path: str) -> bool:
     """Whether a .json file is one array of rows; False for one that can't be read."""
-    with contextlib.suppress(OSError):
-        if suffix_of(path) == ".json":
-            with _opened(path) as file:
-                return file.read(1000).removeprefix(BOM).lstrip()[:1] == b"["
+    if suffix_of(path) != ".json":
+        return False
+    with contextlib.suppress(OSError), _opened(path) as file:
+        return file.read(1000).removeprefix(BOM).lstrip()[:1] == b"["
     return False
-
-
-def _what_is_wrong(path: str, number: int, error: Exception) -> str:
-    """What to say of a reader's error behind row `number`, after which it can't read on."""
-    last = os.path.splitext(path)[1].lower()
-    if getattr(error, "errno", None):
-        return f"cannot read {path}: {error.strerror}"
-    if isinstance(error, json.JSONDecodeError):
-        return f"{path}:{number + error.lineno}: {_broken(path, error)}"
-    text = suffix_of(path) not in TABLES and isinstance(error, (ValueError, RecursionError))
-    if text or isinstance(error, UnicodeDecodeError):
-        return f"{path}: {_broken(path, error)}"
-    where = path if last in COMPRESSED else f"{path}{place_of(path)}{number + 1}"
-    return f"{where}: damaged or truncated {last} file: {words_of(error)}"
-
-
-def _broken(path: str, error: Exception) -> str:
-    """What is wrong with the text of a row, or of a file that is one array."""
-    if isinstance(error, UnicodeDecodeError):
-        return f"not UTF-8 ({error.reason}); re-encode the file"
-    if not isinstance(error, json.JSONDecodeError):
-        return f"broken JSON: {error}"  # a key twice, a huge number, extreme nesting
-    hint = "every line must be one JSON object"
-    if suffix_of(path) == ".json":
-        hint = "a .json file must be one array of objects, or one object in each line"
-    what = error.msg.removesuffix(" at")  # "Invalid control character at"
-    return f"broken JSON: {what} at column {error.colno}; {hint}"
 
 
 @contextlib.contextmanager
@@ -278,92 +242,99 @@ def _opened(path: str, bar=None):
     import pyarrow
 
     with open(path, "rb") as file:
-        if file.peek(len(LFS)).startswith(LFS):
-            raise UserError(
-                f"{path} is a Git LFS pointer, not the data: run git lfs pull in its repository, "
-                "or download the file itself"
-            )
         if bar is not None:
             file = CallbackIOWrapper(bar.update, file, "read")
         compression = _split_name(path)[2].lower()
         yield pyarrow.input_stream(file, compression=COMPRESSED.get(compression))
 
 
-@contextlib.contextmanager
-def _opened_text(path: str, bar):
-    """`_opened`, buffered, for text in UTF-8. Raises UserError if its first bytes say otherwise."""
-    with _opened(path, bar) as file:
-        file = io.BufferedReader(file, 2**20)
-        head = file.peek(4)
-        for bom, encoding in OTHER_BOMS.items():
-            if head.startswith(bom):
-                raise UserError(
-                    f"{path}{place_of(path)}1: not UTF-8, but {encoding}; re-encode the file: "
-                    f"iconv -f {encoding} -t UTF-8"
-                )
-        yield file
-
-
 def _read_json(path: str, bar) -> Iterator:
     """Rows of JSON Lines, BLANK for an empty line, or of one array of objects in a .json file."""
-    with _opened_text(path, bar) as file:
+    with _opened(path, bar) as file:
         if is_array(path):
-            yield from DECODER.decode(file.read().decode("utf-8-sig"))
+            try:
+                rows = DECODER.decode(file.read().decode("utf-8-sig"))
+            except (ValueError, RecursionError) as error:
+                line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+                raise UserError(f"{path}{line}: {_broken(error)}") from None
+            yield from rows
             return
-        for line in file:
+        for line in io.BufferedReader(file, 2**20):
             try:
                 text = line.decode("utf-8-sig").rstrip()
                 row = DECODER.decode(text) if text else BLANK
             except (ValueError, RecursionError) as error:
-                row = Bad(_broken(path, error))
+                row = Bad(_broken(error))
             yield row
+
+
+def _broken(error: Exception) -> str:
+    """What is wrong with the text of a row, or of a file that is one array."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 ({error.reason}); re-encode the file"
+    if isinstance(error, json.JSONDecodeError):
+        what = error.msg.removesuffix(" at")  # "Invalid control character at"
+        return f"broken JSON: {what} at column {error.colno}"
+    return f"broken JSON: {error}"  # a key twice, a huge number, extreme nesting
 
 
 def _read_csv(path: str, bar) -> Iterator[dict | Bad]:
     """Rows of a CSV or TSV file. Every cell stays text."""
     csv.field_size_limit(2**31 - 1)
     separator = "\t" if suffix_of(path) == ".tsv" else ","
-    with _opened_text(path, bar) as file:
+    with _opened(path, bar) as file:
         # a decoder's error would name no row: it reads ahead
-        lines = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
-        cells = csv.reader(lines, delimiter=separator, strict=True)
-        names = next(cells, [])
+        lines = io.TextIOWrapper(
+            io.BufferedReader(file, 2**20), "utf-8-sig", errors="surrogateescape", newline=""
+        )
+        rows = csv.reader(lines, delimiter=separator, strict=True)
+        names = next(rows, [])
         if NOT_UTF8.search("".join(names)):
             raise UserError(f"{path}, line 1 (the header): not UTF-8; re-encode the file")
         _refuse_repeated(path, names)
-        if len(names) == 1 and (other := re.search("[;,\t]", names[0])):
-            raise UserError(
-                f"{path}: the header is one cell, {names[0][:80]!r}: separate cells by "
-                f"{SEPARATORS[separator]}, not {SEPARATORS[other[0]]}"
-            )
-        for row in filter(None, cells):  # blank lines are no rows
-            if byte := NOT_UTF8.search("".join(row)):
+        for cells in rows:
+            if not cells:  # a blank line is no row
+                continue
+            byte = NOT_UTF8.search("".join(cells))
+            if byte:
                 yield Bad(f"not UTF-8 (byte 0x{ord(byte[0]) - 0xDC00:02x}); re-encode the file")
-            elif len(row) != len(names):
+            elif len(cells) != len(names):
                 yield Bad(
-                    f"{counted(len(row), 'cell')}, but the header has "
+                    f"{counted(len(cells), 'cell')}, but the header has "
                     f"{counted(len(names), 'column')}: quote cells that contain separators or "
                     "line breaks, and don't leave out empty ones"
                 )
             else:
-                yield dict(zip(names, row, strict=True))
+                yield dict(zip(names, cells, strict=True))
+
+
+def _read_parquet(path: str, bar) -> Iterator[dict]:
+    from pyarrow.parquet import ParquetFile
+
+    with _opened(path, bar) as raw, ParquetFile(raw) as file:
+        _refuse_repeated(path, file.schema_arrow.names)
+        for batch in file.iter_batches(1000):
+            yield from map(_of_table, batch.to_pylist())
 
 
 def _read_arrow(path: str, bar) -> Iterator[dict]:
-    """Rows of a Parquet file, or of an Arrow stream as datasets' save_to_disk writes it."""
+    """Rows of an Arrow stream, as save_to_disk of datasets writes it."""
     from pyarrow import ipc
-    from pyarrow.parquet import ParquetFile
 
-    parquet = suffix_of(path) == ".parquet"
-    with _opened(path, bar) as raw, ParquetFile(raw) if parquet else ipc.open_stream(raw) as file:
-        _refuse_repeated(path, (file.schema_arrow if parquet else file.schema).names)
-        for batch in file.iter_batches(1000) if parquet else file:
-            yield from batch.to_pylist()
+    with _opened(path, bar) as raw, ipc.open_stream(raw) as file:
+        _refuse_repeated(path, file.schema.names)
+        for batch in file:
+            yield from map(_of_table, batch.to_pylist())
 
 
 def _refuse_repeated(path: str, names: list[str]) -> None:
-    if repeated := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"{path}: two columns are named {repeated[0]!r}")
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"{path}: two columns are named {name!r}")
+
+
+def _read_hub(source: str, bar) -> Iterator[dict]:
+    return map(_of_table, _hub_rows(source))
 
 
 @functools.lru_cache(maxsize=4)  # each is hashed, then read
@@ -382,12 +353,23 @@ def _hub_rows(source: str):
         ) from None
 
 
+def _of_table(row: dict) -> dict:
+    """A row without the keys of objects that are null: Arrow gives each object in a column the keys
+    of all of them. A null cell stays: its column exists."""
+    return {key: _without_nulls(value) for key, value in row.items()}
+
+
 def _without_nulls(value):
-    """A value without the keys that are null, at every depth: Arrow gives each object in a column
-    the keys of all of them. Nulls in lists stay."""
     if isinstance(value, dict):
         return {key: _without_nulls(v) for key, v in value.items() if v is not None}
-    return [_without_nulls(v) for v in value] if isinstance(value, list) else value
+    if isinstance(value, list):  # its nulls stay
+        return [_without_nulls(v) for v in value]
+    return value
 
 
-TABLES = {".csv": _read_csv, ".tsv": _read_csv, ".parquet": _read_arrow, ".arrow": _read_arrow}
+READERS = {
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+}  # of tables

@@ -55,9 +55,10 @@ def look(args, first_node: bool = True) -> None:
     refuse_absent("--deepspeed_config", args.deepspeed_config)
     train_json, _ = weighted(args.train_json)
     eval_json = heldout_file(args)
-    quiet = lambda line: None  # noqa: E731
-    train = find_files(train_json, split="train", say=quiet)
-    heldout = [] if eval_json == "none" else find_files(eval_json, say=quiet)
+    train, _ = find_files(train_json, split="train")
+    heldout = []
+    if eval_json != "none":
+        heldout, _ = find_files(eval_json)
     from llm_demo.data.check import check_rows  # imports numpy: after what needs none
 
     check_rows(train, args)
