@@ -49,7 +49,7 @@ from transformers import TextStreamer
 
 from llm_demo.data.labels import stop_tokens
 from llm_demo.data.turns import REFUSALS
-from llm_demo.export import ALONE, export, export_of
+from llm_demo.export import ALONE
 from llm_demo.machine.device import pick_dtype, this_device
 from llm_demo.machine.dist import run
 from llm_demo.machine.text import words_of
@@ -59,6 +59,7 @@ from llm_demo.model.model_folder import load_model, open_model
 from llm_demo.model.positions import position_limit
 from llm_demo.model.source import find_model, load_tokenizer, set_variables
 from llm_demo.run.checkpoint_files import checked_facts, find_checkpoint
+from llm_demo.run.export_run import export, export_of
 from llm_demo.run.folder import published
 
 # An empty block of reasoning. A prompt may have opened it.

@@ -10,16 +10,20 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 from conftest import ROOT, TINY, python, run, torchrun
+from safetensors.torch import load_file
 from test_checkpoint import WORLD
 from test_parity import MODELS
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from llm_demo import export
+from llm_demo import export as command
 from llm_demo.core.errors import UserError
+from llm_demo.machine.device import DTYPES
+from llm_demo.model.export_files import Values, write_weights
 from llm_demo.model.model_folder import describe_model
 from llm_demo.model.positions import position_limit
 from llm_demo.model.source import load_config
 from llm_demo.run import checkpoint_files
+from llm_demo.run.export_run import card, export, heldout_of
 
 pytestmark = pytest.mark.usefixtures("alone")
 FACTS = {"step": 7, "adam_steps": 7, "loss_scale": {"scale": 1.0, "good_steps": 7}, "tokens": 4096,
@@ -64,7 +68,7 @@ def test_the_folder_gives_the_same_logits_to_the_bit(name, shards, tmp_path):
     size = sum(p.numel() * 4 for p in model.parameters())
     out = tmp_path / "out"
     step = folder / "checkpoints/step_00000007"
-    export.export(step, out, "fp32", "5GB" if shards == 1 else int(size * 0.6))
+    export(step, out, "fp32", "5GB" if shards == 1 else int(size * 0.6))
     files = sorted(out.glob("*.safetensors"))
     assert len(files) > 1 if shards > 1 else [f.name for f in files] == ["model.safetensors"]
     again, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
@@ -83,6 +87,26 @@ def test_the_folder_gives_the_same_logits_to_the_bit(name, shards, tmp_path):
     modes = {oct(f.stat().st_mode & 0o777) for f in out.iterdir()}
     os.umask(umask := os.umask(0))
     assert modes == {oct(0o666 & ~umask)}  # safetensors writes 0600
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_files_are_of_their_dtype(dtype, tmp_path):
+    """What is not finite there is not written."""
+
+    def fill(tensors):
+        for t in tensors.values():
+            t.fill_(1e5)
+
+    def write(shapes):
+        return write_weights(tmp_path, Values(tmp_path, fill), shapes, DTYPES[dtype], "5GB")
+
+    if dtype == "fp16":
+        with pytest.raises(UserError, match="a is not finite in torch.float16"):
+            write({"a": (50, 7)})
+        return
+    assert write({"a": (50, 7)}) == 350 * DTYPES[dtype].itemsize
+    written = load_file(tmp_path / "model.safetensors")["a"]
+    assert torch.equal(written, torch.full((50, 7), 1e5, dtype=DTYPES[dtype]))
 
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
@@ -107,7 +131,7 @@ def test_transformers_4_finds_what_it_reads(kind, tmp_path):
     tokens = {"extra_special_tokens": ["<think>"], "auto_map": {"AutoTokenizer": ["other.T", None]}}
     file.write_text(json.dumps(json.loads(file.read_text()) | tokens))
     out = tmp_path / "out"
-    export.export(folder / "checkpoints/step_00000007", out, "fp32")
+    export(folder / "checkpoints/step_00000007", out, "fp32")
     config = json.loads((out / "config.json").read_text())
     assert (config["rope_theta"], config["torch_dtype"]) == (5e4, "float32")
     assert config["rope_scaling"] == (rope | {"type": kind} if kind != "default" else None)
@@ -132,7 +156,7 @@ def card_of(folder, **settings):
     """The card of a run, with other settings."""
     before = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(before | settings))
-    return export.card(folder / "checkpoints/step_00000007", "mine")
+    return card(folder / "checkpoints/step_00000007", "mine")
 
 
 def test_the_card_says_how_it_was_trained(tmp_path):
@@ -179,7 +203,7 @@ def test_flags_that_ask_for_something_else(flags, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["export", *flags])
     with pytest.raises(UserError, match=said):
-        export.main()
+        command.main()
 
 
 def test_the_command_takes_a_run_and_says_what_is_wrong(tmp_path):
@@ -206,7 +230,7 @@ def test_a_configuration_of_another_model_is_refused(tmp_path):
     _, folder = trained(tmp_path / "run", "tied")
     MODELS["untied"].save_pretrained(folder / "model")
     with pytest.raises(UserError, match="lm_head.weight is missing there, .* by its config"):
-        export.export(folder / "checkpoints/step_00000007", tmp_path / "out")
+        export(folder / "checkpoints/step_00000007", tmp_path / "out")
     assert list(tmp_path.iterdir()) == [tmp_path / "run"]
 
 
@@ -343,12 +367,12 @@ def test_a_loss_measured_after_the_checkpoint_is_on_the_card(tmp_path):
     """A run stopped in its last evaluation repeats it, but writes no other checkpoint."""
     step, summary = tmp_path / "checkpoints/step_00000004", tmp_path / "summary.json"
     facts = {"step": 4, "eval_loss": None, "exact": []}
-    assert export.heldout_of(step, facts) == "not measured"
+    assert heldout_of(step, facts) == "not measured"
     summary.write_text('{"eval_loss": {"0": 5.0, "4": 1.25}}')
-    assert export.heldout_of(step, facts) == "1.2500"
-    assert export.heldout_of(step, facts | {"step": 3}) == "not measured"
+    assert heldout_of(step, facts) == "1.2500"
+    assert heldout_of(step, facts | {"step": 3}) == "not measured"
     for broken in ("", "[]", '{"eval_loss": null}', '{"eval_loss": {"4": "x"}}'):
         summary.write_text(broken)
-        assert export.heldout_of(step, facts) == "not measured"
+        assert heldout_of(step, facts) == "not measured"
     measured = facts | {"eval_loss": 2.0, "exact": [[4, 0.5]]}
-    assert export.heldout_of(step, measured) == "2.0000, 50.0% of the rows answered exactly"
+    assert heldout_of(step, measured) == "2.0000, 50.0% of the rows answered exactly"

@@ -24,12 +24,12 @@ from transformers import (
 )
 
 from llm_demo.core.errors import UserError
-from llm_demo.export import export
 from llm_demo.model.check_config import problems_of
 from llm_demo.model.costs import parameters_of, refuse_shares
 from llm_demo.model.model_folder import describe_for_version_4, describe_model, open_model
 from llm_demo.model.positions import window_of, without_window
 from llm_demo.model.source import load_tokenizer
+from llm_demo.run.export_run import export
 
 IDS = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)
 YARN = {"rope_type": "yarn", "rope_theta": 1e5, "factor": 8.0,

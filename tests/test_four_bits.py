@@ -26,7 +26,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from llm_demo.core import four_bits
 from llm_demo.core.errors import UserError
 from llm_demo.core.lora import use_four_bits
-from llm_demo.export import export
 from llm_demo.machine.cache import verified
 from llm_demo.machine.text import layer_kinds
 from llm_demo.model.adapters import in_4_bits, matrices_in
@@ -41,6 +40,7 @@ from llm_demo.run.choose_four_bits import (
     note_values,
     scales_in,
 )
+from llm_demo.run.export_run import export
 
 functional = library()
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

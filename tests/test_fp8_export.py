@@ -24,11 +24,11 @@ from test_fp8_files import (
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.quantizers import AutoHfQuantizer
 
-from llm_demo import export
 from llm_demo.model.low_bits import quantised
 from llm_demo.model.model_folder import describe_model, load_model, open_model
 from llm_demo.model.source import load_tokenizer
 from llm_demo.run import checkpoint_files
+from llm_demo.run.export_run import export
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -80,7 +80,7 @@ def test_what_was_read_is_written_again(name, shard, tmp_path):
         for key in [n for n in given if n.endswith("kv_b_proj.weight")]:
             given[key] = value_by_value(given, key).bfloat16()
             del given[f"{key}_scale_inv"]
-    export.export(run_of(folder, tmp_path / "run"), out, "fp8", shard)
+    export(run_of(folder, tmp_path / "run"), out, "fp8", shard)
     if shard == "1KB":
         places = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
         assert places.keys() == given.keys()
@@ -145,7 +145,7 @@ def test_transformers_loads_blocks(name, partial, tmp_path):
     sizes = PARTIAL[name] if partial else {}
     folder = published(name, tmp_path / "base", **sizes)
     out = tmp_path / "out"
-    export.export(run_of(folder, tmp_path / "run"), out, "fp8")
+    export(run_of(folder, tmp_path / "run"), out, "fp8")
     assert_loads(out)
     assert_computed_in_fp8(out)
     if not partial:
@@ -195,20 +195,20 @@ def test_what_cannot_be_exported(tmp_path, record_property):
     record_property("bad inputs", 3)
     folder = published("qwen3", tmp_path / "base")
     with refused(f"{DOWN} is not finite in torch.float8_e4m3fn; nothing was exported"):
-        export.export(run_of(folder, tmp_path / "a", spoilt), tmp_path / "out", "fp8")
+        export(run_of(folder, tmp_path / "a", spoilt), tmp_path / "out", "fp8")
     adapters = {"rank": 1, "alpha": 1.0, "dropout": 0.0, "targets": ["q_proj"]}
     adapters["base"] = {"path": str(folder), "weights": ""}
     checkpoint = run_of(folder, tmp_path / "b", adapters=adapters)
     with refused("--dtype fp8: .* holds adapters: merge them, with --merge"):
-        export.export(checkpoint, tmp_path / "out", "fp8")
+        export(checkpoint, tmp_path / "out", "fp8")
     folder = published("qwen3", tmp_path / "narrow", hidden_size=96)
     with refused("--dtype fp8: blocks of 128 x 128 divide no layer of this model: use bf16"):
-        export.export(run_of(folder, tmp_path / "c"), tmp_path / "out", "fp8")
+        export(run_of(folder, tmp_path / "c"), tmp_path / "out", "fp8")
     assert not (tmp_path / "out").exists()
 
 
 def test_exports_in_other_dtypes_do_not_say_fp8(tmp_path):
-    export.export(run_of(published("qwen3", tmp_path / "base"), tmp_path / "run"), tmp_path / "out")
+    export(run_of(published("qwen3", tmp_path / "base"), tmp_path / "run"), tmp_path / "out")
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
     true = tensors_of(tmp_path / "base")
     written = tensors_of(tmp_path / "out")[DOWN]
@@ -265,7 +265,7 @@ def test_runs_are_those_of_the_values(kind, tmp_path):
         assert_same_tensors(one / step, other / step)
         if name == "adapters":
             for run in (one, other):
-                export.export(run / step, run / "hf", "fp32", merge=True)
+                export(run / step, run / "hf", "fp32", merge=True)
             merged, true = tensors_of(one / "hf"), tensors_of(other / "hf")
             assert merged.keys() == true.keys()
             assert all(torch.equal(t, true[key]) for key, t in merged.items())

@@ -14,15 +14,16 @@ import pytest
 import torch
 from conftest import LAUNCHERS, TINY, python
 from safetensors.torch import save_file
-from test_checkpoint import make, save
+from test_checkpoint import make
+from test_export import trained
 from test_runs import ALL, train  # noqa: F401
 from tiny_tokenizer import packs_of
 
-from llm_demo import export
 from llm_demo.core.errors import UserError
 from llm_demo.machine.files import disk_full
 from llm_demo.model.source import load_tokenizer
 from llm_demo.run import checkpoint_files, lock, log, records, saver
+from llm_demo.run.export_run import export
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -117,19 +118,9 @@ def test_a_full_disk_under_a_run_is_one_line(kind, train, tmp_path):  # noqa: F8
 
 
 def test_an_export_to_a_full_disk(tmp_path):
-    folder = tmp_path / "run"
-    save(make(folder if folder.mkdir() else folder), 1)
-    (folder / "model").mkdir()
-    for name in ("config.json", "tokenizer.json"):
-        (folder / "model" / name).write_text("{}")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export, "model_of", lambda _: (None, {"a": (10**5,)}, set()))
-        patch.setattr(export, "weights_of", lambda _: {"a": (10**5,)})
-        patch.setattr(export, "load_tokenizer", lambda _: None)
-        patch.setattr(export, "describe", lambda *_: [])
-        patch.setattr(export, "read_tensors", lambda _, found: [t.zero_() for t in found.values()])
-        with limit(100_000), pytest.raises(UserError, match="cannot write .*out: File too large"):
-            export.export(folder / "checkpoints/step_00000001", tmp_path / "out")
+    folder = trained(tmp_path / "run", "tied")[1]
+    with limit(1_000_000), pytest.raises(UserError, match="cannot write .*out: File too large"):
+        export(folder / "checkpoints/step_00000007", tmp_path / "out", "fp32")
     assert not (tmp_path / "out").exists()
 
 
@@ -237,7 +228,7 @@ def test_what_is_deleted_from_a_runs_folder_is_put_back(kind, train, tmp_path, m
     assert "step 1/4" in (out / "train.log").read_text()
     steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert sorted(steps) == [1, 2, 2, 3, 4, 4] and json.loads((out / "config.json").read_text())
-    export.export(out / "checkpoints/step_00000004", tmp_path / "hf")
+    export(out / "checkpoints/step_00000004", tmp_path / "hf")
 
 
 def test_a_resume_of_an_ended_run_puts_back_what_was_deleted(train, tmp_path):  # noqa: F811
@@ -247,14 +238,14 @@ def test_a_resume_of_an_ended_run_puts_back_what_was_deleted(train, tmp_path):  
         (out / name).unlink()
     shutil.rmtree(out / "model")
     with pytest.raises(UserError, match="model/config.json is missing: resume the run in"):
-        export.export(out / "checkpoints/step_00000001", tmp_path / "hf")
+        export(out / "checkpoints/step_00000001", tmp_path / "hf")
     train("fsdp", "--max_steps 1 --resume auto")
     assert names_in(out) == whole and (out / "cmd.sh").stat().st_size
     (out / "model/tokenizer.json").unlink()
     with pytest.raises(UserError, match="model/tokenizer.json is missing: resume the run"):
-        export.export(out / "checkpoints/step_00000001", tmp_path / "hf")
+        export(out / "checkpoints/step_00000001", tmp_path / "hf")
     train("fsdp", "--max_steps 1 --resume auto")
-    export.export(out / "checkpoints/step_00000001", tmp_path / "hf")
+    export(out / "checkpoints/step_00000001", tmp_path / "hf")
 
 
 def test_a_run_whose_folder_another_took_stops(tmp_path):

@@ -23,10 +23,11 @@ from llm_demo.core.decoder import Blocks
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import FUSED
 from llm_demo.core.lora import Factor, Lora, LoraLinear
-from llm_demo.export import export, write_adapter
 from llm_demo.model.adapters import choose_lora, factors_of
+from llm_demo.model.export_files import Values, write_adapter
 from llm_demo.model.source import find_model
 from llm_demo.model.weights_files import open_weights
+from llm_demo.run.export_run import export
 
 RANK, ALPHA = 6, 32  # a rank that no number of processes divides
 TARGETS = {"tied": "all-linear", "untied": "q_proj,down_proj", "llama": "all-linear"}
@@ -328,18 +329,17 @@ def test_peft_loads_the_export_with_the_trainers_loss(run_folder, work):
     assert plain == pytest.approx(measured["0"], rel=1e-5)
 
 
-def test_an_export_names_the_layers_that_have_adapters(tmp_path, monkeypatch):
+def test_an_export_names_the_layers_that_have_adapters(tmp_path):
     config = parity.MODELS["tied"]
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     lora = lora_of(config, "q_proj,down_proj", rank=4)._replace(base={"path": "a/base"}).facts()
     wanted = factors_of(lora, {name: tuple(p.shape) for name, p in model.named_parameters()})
 
-    def fill(checkpoint, tensors):
+    def fill(tensors):
         for t in tensors.values():
             t.normal_()
 
-    monkeypatch.setattr("llm_demo.export.read_tensors", fill)
-    write_adapter(tmp_path, tmp_path, wanted, torch.float32, lora)
+    write_adapter(tmp_path, Values(tmp_path, fill), wanted, torch.float32, lora)
     written = json.loads((tmp_path / "adapter_config.json").read_text())
     assert sorted(written["target_modules"]) == ["down_proj", "q_proj"]
     model = PeftModel.from_pretrained(model, tmp_path)
@@ -388,7 +388,7 @@ def test_an_adapter_names_a_base_that_was_checked(run_folder, work, tmp_path, mo
     ):
         with pytest.raises(UserError, match=said):
             export(checkpoint, tmp_path / "other", base=base)
-    monkeypatch.setattr("llm_demo.export.find_model", lambda _: find_model("./gone"))
+    monkeypatch.setattr("llm_demo.run.export_run.find_model", lambda _: find_model("./gone"))
     gone = "no model at ./gone: .*; if .* has moved, name it with --b"
     with pytest.raises(UserError, match=gone):
         export(checkpoint, tmp_path / "other", merge=True)

@@ -37,8 +37,8 @@ from llm_demo.core.errors import UserError
 from llm_demo.core.experts import FUSED, Routers, blocks_with_experts
 from llm_demo.core.lora import apply_lora
 from llm_demo.core.rows import position_ids
-from llm_demo.export import write_adapter
 from llm_demo.model.adapters import choose_lora, factors_of, merge_into
+from llm_demo.model.export_files import Values, write_adapter
 from llm_demo.model.source import load_config
 from llm_demo.model.weights_files import open_weights
 from llm_demo.run.checkpoint_files import read_tensors, weights_of
@@ -202,12 +202,11 @@ def test_peft_reads_experts_as_the_merge_adds_them(name, targets, tmp_path, monk
     wanted = factors_of(lora, {name: tuple(p.shape) for name, p in model.named_parameters()})
     factors = {name: torch.randn(shape) / 4 for name, shape in wanted.items()}
 
-    def fill(checkpoint, tensors):
+    def fill(tensors):
         for key, t in tensors.items():
             t.copy_(factors[key])
 
-    monkeypatch.setattr("llm_demo.export.read_tensors", fill)
-    write_adapter(tmp_path, tmp_path, wanted, torch.float32, lora)
+    write_adapter(tmp_path, Values(tmp_path, fill), wanted, torch.float32, lora)
     merged = copy.deepcopy(model)
     for key, p in merged.named_parameters():
         merge_into(key, p.data, factors, lora)

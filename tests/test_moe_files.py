@@ -23,10 +23,11 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from llm_demo import export, fit
+from llm_demo import fit
 from llm_demo.core.decoder import fill, make_units, materialise, skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.machine.text import short
+from llm_demo.model import export_files
 from llm_demo.model.costs import (
     active_of,
     block_costs,
@@ -40,8 +41,8 @@ from llm_demo.model.costs import (
 from llm_demo.model.model_folder import find_source
 from llm_demo.model.source import load_config
 from llm_demo.model.weights_files import open_weights
-from llm_demo.run import checkpoint_files
 from llm_demo.run.cut import costs, describe_split, parameters, split
+from llm_demo.run.export_run import export
 
 QWEN = load_config(ROOT / "models/qwen3-30b-a3b", 4096)
 DEEPSEEK = DeepseekV3Config()  # its defaults are DeepSeek-V3's
@@ -394,7 +395,7 @@ def test_exported_experts_give_the_same_logits(name, shards, dtype, tmp_path, al
     model, checkpoint = trained(name, tmp_path / "run")
     size = sum(p.numel() for p in model.parameters()) * (4 if dtype == "fp32" else 2)
     out = tmp_path / "out"
-    export.export(checkpoint, out, dtype, "5GB" if shards == 1 else int(size * 0.4))
+    export(checkpoint, out, dtype, "5GB" if shards == 1 else int(size * 0.4))
     files = sorted(out.glob("*.safetensors"))
     assert len(files) >= shards
     tensors = {n: t for file in files for n, t in load_file(file).items()}
@@ -425,28 +426,28 @@ def test_exported_experts_give_the_same_logits(name, shards, dtype, tmp_path, al
     assert weights.shapes.keys() - tied == model.state_dict().keys() - tied
 
 
-def test_the_masters_of_a_file_are_not_held_at_once(tmp_path, monkeypatch, alone):
+def test_the_masters_of_a_file_are_not_held_at_once(tmp_path, monkeypatch):
     """At most READ bytes of them, or one fused tensor. Those read before are freed."""
-    model, checkpoint = trained("qwen3", tmp_path / "run")
-    most = 4 * max(p.numel() for p in model.parameters())
-    monkeypatch.setattr(export, "READ", 4096)
+    shapes = {n: tuple(p.shape) for n, p in random_model("qwen3")[0].named_parameters()}
+    sizes = [4 * math.prod(shape) for shape in shapes.values()]
+    monkeypatch.setattr(export_files, "READ", 4096)
     held, earlier = [], []
 
-    def read(path, tensors):
+    def read(tensors):
         assert not any(t() is not None for t in earlier)
         held.append(sum(t.nbytes for t in tensors.values()))
-        earlier.extend(map(weakref.ref, tensors.values()))
-        checkpoint_files.read_tensors(path, tensors)
+        for t in tensors.values():
+            earlier.append(weakref.ref(t.zero_()))
 
-    monkeypatch.setattr(export, "read_tensors", read)
-    export.export(checkpoint, tmp_path / "out", "bf16")
-    assert len(held) > 3 and max(held) == most
-    assert sum(held) == sum(p.nbytes for p in model.parameters())
+    values = export_files.Values(tmp_path, read)
+    export_files.write_weights(tmp_path, values, shapes, torch.bfloat16, "5GB")
+    assert len(held) > 3 and max(held) == max(sizes)
+    assert sum(held) == sum(sizes)
 
 
 def test_a_checkpoint_without_the_bias_is_refused(tmp_path, alone):
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     _, checkpoint = trained("deepseek", tmp_path / "run", without=[bias])
     with pytest.raises(UserError, match=f"{bias} is missing there"):
-        export.export(checkpoint, tmp_path / "out")
+        export(checkpoint, tmp_path / "out")
     assert not (tmp_path / "out").exists()

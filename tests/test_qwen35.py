@@ -36,7 +36,6 @@ from llm_demo.core.decoder import skeleton
 from llm_demo.core.delta import RULES, use_rule
 from llm_demo.core.errors import UserError
 from llm_demo.core.lora import Lora, apply_lora
-from llm_demo.export import export
 from llm_demo.model.adapter_folder import open_adapter
 from llm_demo.model.adapters import matrices_in, start_of
 from llm_demo.model.check_config import problems_of
@@ -44,6 +43,7 @@ from llm_demo.model.costs import dense_width, parameters_of
 from llm_demo.model.model_folder import open_model
 from llm_demo.run import choose_delta as delta
 from llm_demo.run.choose_delta import KERNELS, decide_rule, refuse_flags, rule_fault
+from llm_demo.run.export_run import export
 
 # The norm of a layer's output makes it as long for a query nearly at right angles to its key: with
 # the usual epsilon, rounding in one step is a thousand times as large in the next.

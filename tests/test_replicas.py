@@ -3,13 +3,15 @@
 import json
 import re
 import sys
+from functools import partial
 
 import pytest
 import torch
 from conftest import ROOT, logged, run, smaller_model, train_cases
 
 from bench.checkpoints import tensors
-from llm_demo.export import model_of, write_weights
+from llm_demo.model.export_files import Values, described, write_weights
+from llm_demo.run.checkpoint_files import read_tensors
 
 STEPS, AT = 3, 2
 LAST = f"checkpoints/step_{STEPS:08d}"
@@ -121,8 +123,9 @@ def test_compressed_runs_stop_and_go_on(train):
     assert "resume: psgd_error of " in (folder / "exact-from-low/train.log").read_text()
     out = folder / "hf"
     out.mkdir()
-    _, wanted, _ = model_of(folder / "model")
-    assert write_weights(folder / "low" / LAST, out, wanted, torch.float32, "1GB") > 0
+    shapes = described(folder / "model").shapes
+    values = Values(folder / "low" / LAST, partial(read_tensors, folder / "low" / LAST))
+    assert write_weights(out, values, shapes, torch.float32, "1GB") > 0
 
 
 def test_the_launcher_trains_copies(tmp_path):

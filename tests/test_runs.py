@@ -26,12 +26,10 @@ from conftest import (
     slow,
     smaller_model,
 )
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_checkpoint import Voice, checkpoints_of, flip, make, save, state
 from test_security import sign
 
-from llm_demo import export
 from llm_demo.core.decoder import Blocks
 from llm_demo.core.errors import Stopped, UserError
 from llm_demo.core.mesh import World
@@ -40,6 +38,7 @@ from llm_demo.machine import files
 from llm_demo.run import checkpoint_files, log, records, saver
 from llm_demo.run import folder as run_folder
 from llm_demo.run import lock as run_lock
+from llm_demo.run.export_run import export
 from llm_demo.run.folder import environment
 
 WORLD = World(0, 1, 0, torch.device("cpu"))
@@ -307,7 +306,7 @@ def test_who_resumes_on_other_data_is_told_the_clean_way(train, tmp_path):
         f"to train its model on other data, export it (python -m llm_demo.export {step} OUT) and "
         "start a new run with --model_name_or_path OUT; to continue anyway, add --resume_anyway"
     ) in str(raised.value)
-    export.export(Path(step), tmp_path / "OUT")
+    export(Path(step), tmp_path / "OUT")
     train("fsdp", "--max_steps 1 --overwrite --train_json new.jsonl "
           "--model_name_or_path OUT")  # fmt: skip
     assert json.loads((out / "config.json").read_text())["random_weights"] is False
@@ -402,7 +401,7 @@ def test_nothing_is_written_into_another_run(train, tmp_path):
     out, step = tmp_path / "out", tmp_path / "out/checkpoints/step_00000001"
     for inside in (out / "checkpoints/hf", step / "hf"):
         with pytest.raises(UserError, match="is inside .*out/checkpoints, where a run keeps"):
-            export.export(step, inside)
+            export(step, inside)
         with pytest.raises(UserError, match="is inside .*out/checkpoints, where a run keeps"):
             run_folder.refuse_inside_checkpoints(inside)
 
@@ -668,30 +667,6 @@ def test_all_ranks_of_a_launcher_end(tmp_path):
 
 
 # ---------------------------------------------------------------- checkpoints and exports
-
-
-def test_an_exports_files_are_of_its_dtype(tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    save(make(folder), 1)
-    wanted = {"a.weight": (50, 7)}
-    for dtype, code in (("bf16", "BF16"), ("fp16", "F16"), ("fp32", "F32")):
-        (tmp_path / dtype).mkdir()
-        step = folder / "checkpoints/step_00000001"
-        size = export.write_weights(step, tmp_path / dtype, wanted, export.DTYPES[dtype], "5GB")
-        with safe_open(tmp_path / dtype / "model.safetensors", "pt") as file:
-            assert [file.get_slice(name).get_dtype() for name in file.keys()] == [code]
-            assert torch.equal(file.get_tensor("a.weight").float(), torch.ones(50, 7))
-        assert size == 350 * export.DTYPES[dtype].itemsize
-
-
-def test_an_export_that_overflows_is_refused(tmp_path):
-    checkpoints = make(tmp_path)
-    checkpoints.save(1, {"a": torch.full((3,), 1e5)}, checkpoints.log.facts(), wait=True)
-    step = tmp_path / "checkpoints/step_00000001"
-    with pytest.raises(UserError, match="a is not finite in torch.float16"):
-        export.write_weights(step, tmp_path, {"a": (3,)}, torch.float16, "5GB")
-    export.write_weights(step, tmp_path, {"a": (3,)}, torch.bfloat16, "5GB")
 
 
 def test_a_background_checkpoint_is_of_copies(tmp_path, monkeypatch):

@@ -24,15 +24,15 @@ from torch.distributed.checkpoint.metadata import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, modeling_utils
 
-from llm_demo import chat, evaluate, export, fit, report
+from llm_demo import chat, evaluate, fit, report
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
-from llm_demo.export import find_base
 from llm_demo.flags.args import names_of
 from llm_demo.model.model_folder import describe_model, find_source, load_model
 from llm_demo.model.source import find_model, load_config, load_tokenizer
 from llm_demo.model.weights_files import open_weights, weights_in
 from llm_demo.run import checkpoint_files, saver
+from llm_demo.run.export_run import card, export, find_base
 from llm_demo.run.folder import choose_folder
 
 WORLD = World(0, 1, 0, torch.device("cpu"))
@@ -88,7 +88,7 @@ def sign(folder):
 
 def export_of(folder):
     found = checkpoint_files.find_checkpoint(str(folder), folder, WORLD, print)
-    export.export(found, folder.parent.parent / "out")
+    export(found, folder.parent.parent / "out")
 
 
 def resume_from(folder):
@@ -368,9 +368,9 @@ def test_nothing_that_a_card_quotes_becomes_code_or_a_page(folder):
     sign(folder)
     for lora in (None, adapters):
         (root / "config.json").write_text(json.dumps(settings))
-        card = export.card(folder, 'x")\nimport os <b>', lora)
-        assert "<" not in card and "\x1b" not in card and card.encode()
-        head, *rest = card.split("---\n")
+        text = card(folder, 'x")\nimport os <b>', lora)
+        assert "<" not in text and "\x1b" not in text and text.encode()
+        head, *rest = text.split("---\n")
         library = "peft" if lora else "transformers"
         assert (head, rest[0]) == ("", f"library_name: {library}\ntags: [sft]\n") and len(rest) == 2
         fences = [line for line in rest[1].splitlines() if line.startswith(("```", "~~~"))]
@@ -389,7 +389,7 @@ def test_nothing_that_a_card_quotes_becomes_code_or_a_page(folder):
     ):
         (root / "config.json").write_text(json.dumps(settings | {key: odd}))
         with pytest.raises(UserError, match="is not the configuration of a run"):
-            export.card(folder, "x")
+            card(folder, "x")
 
 
 REMOTE = {"auto_map": {"AutoConfig": "evil.Evil", "AutoTokenizer": ["evil.Evil", None]}}

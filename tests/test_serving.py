@@ -8,8 +8,8 @@ from conftest import TINY
 from test_export import trained
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from llm_demo import export
 from llm_demo.data.labels import stop_tokens
+from llm_demo.run.export_run import export
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -23,7 +23,7 @@ def test_an_export_can_be_served(has_generation_config, tmp_path):
     if not has_generation_config:
         (run / "model/generation_config.json").unlink()
     out = tmp_path / "served"
-    export.export(run / "checkpoints/step_00000007", out)
+    export(run / "checkpoints/step_00000007", out)
 
     config = json.loads((out / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForCausalLM"]

@@ -301,9 +301,10 @@ def from_peft(values: torch.Tensor, shape: tuple) -> torch.Tensor:
     return values.view(outputs, rank, experts).permute(2, 0, 1)
 
 
-def peft_targets(factors: dict[str, torch.Tensor]) -> dict[str, list[str] | None]:
-    """What PEFT's LoraConfig calls the matrices of these factors: modules, and parameters."""
-    layers = [n.split(".")[-3] for n in factors if n.endswith(".lora_A.weight")]
+def peft_targets(factors: dict[str, torch.Tensor]) -> tuple[list[str], list[str] | None]:
+    """What PEFT's LoraConfig calls the matrices of these factors: (target_modules,
+    target_parameters)."""
+    modules = [n.split(".")[-3] for n in factors if n.endswith(".lora_A.weight")]
     experts = {target_of(n.removesuffix("_lora_A")) for n in factors if n.endswith("_lora_A")}
     parameters = [f"mlp.experts.{kind}" for kind in FUSED if kind in experts]
-    return {"target_modules": list(dict.fromkeys(layers)), "target_parameters": parameters or None}
+    return list(dict.fromkeys(modules)), parameters or None

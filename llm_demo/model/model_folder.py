@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
@@ -36,6 +35,7 @@ from llm_demo.model.source import (
     find_model,
     load_config,
     load_tokenizer,
+    on_meta,
     refuse_adapter,
     same_ids,
     set_variables,
@@ -128,15 +128,6 @@ def open_model(
                 f"{width / 2:g} positive frequencies and a positive scaling"
             )
     return config, weights
-
-
-def on_meta(config):
-    """transformers' model of a configuration, without memory. Its attention is eager: the
-    configuration may name flash attention that is not installed, or a kernel to download."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), attn_implementation="eager", trust_remote_code=False
-        )
 
 
 def describe_model(model: Path, tokenizer, folder: Path, config=None) -> None:

@@ -2,15 +2,22 @@
 
 They may be a stranger's: what transformers would load besides them and the weights is refused."""
 
+import copy
 import json
 import os
 import string
 from datetime import date
 from pathlib import Path
 
+import torch
 from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 
 from llm_demo.core.attention import rope_type
 from llm_demo.core.errors import UserError
@@ -108,6 +115,15 @@ def text_part(config):
         if value:
             setattr(text, name, value)
     return text
+
+
+def on_meta(config):
+    """transformers' model of a configuration, without memory. Its attention is eager: the
+    configuration may name flash attention that is not installed, or a kernel to download."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), attn_implementation="eager", trust_remote_code=False
+        )
 
 
 # Text that tokenizers with other rules split or normalise differently.

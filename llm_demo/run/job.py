@@ -21,7 +21,6 @@ from llm_demo.core.timer import StepTimer
 from llm_demo.data.labels import stop_tokens
 from llm_demo.data.packs import prompts_of
 from llm_demo.data.questions import question_reader
-from llm_demo.export import export, export_of
 from llm_demo.flags.args import Args, DataArgs, names_of
 from llm_demo.flags.parsing import flag_text
 from llm_demo.machine.dist import from_rank0
@@ -30,6 +29,7 @@ from llm_demo.machine.text import counted, module, resume, shown, users_folder
 from llm_demo.model.costs import experts_of, parameters_of, state_bytes
 from llm_demo.model.families import family_of, is_mixture
 from llm_demo.model.model_folder import describe_model
+from llm_demo.run.export_run import export, export_of
 from llm_demo.run.folder import is_described, published
 from llm_demo.run.log import Log
 from llm_demo.run.plan import make_plan

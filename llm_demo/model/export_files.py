@@ -1,0 +1,203 @@
+"""Weights and adapters as Hugging Face and PEFT have them in files, written from fp32 values that
+are read a few at a time."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors.torch import save_file
+
+from llm_demo.core.decoder import materialise, skeleton
+from llm_demo.core.errors import UserError
+from llm_demo.core.experts import DECAYS
+from llm_demo.machine.device import this_device
+from llm_demo.machine.files import write_json
+from llm_demo.machine.text import blame, size_of, watched
+from llm_demo.model.adapter_folder import BASE, BITS
+from llm_demo.model.adapters import factor_names, in_peft, merge_into, peft_targets
+from llm_demo.model.families import family_of
+from llm_demo.model.low_bits import E4M3, SCALES, as_stored, laid_out
+from llm_demo.model.source import on_meta, read_config
+from llm_demo.model.weights_files import Weights, as_in_files, base_digest, in_files
+
+WEIGHTS = "model{suffix}.safetensors"
+READ = 1 << 30  # bytes of fp32 values read at once, or one tensor that has more
+
+
+class Values(NamedTuple):
+    """Where values come from."""
+
+    path: Path  # a checkpoint, for messages
+    read: Callable[[dict[str, torch.Tensor]], None]  # fills {name: tensor}
+
+
+class Described(NamedTuple):
+    """A configuration, and the weights of its model."""
+
+    config: object  # from transformers
+    shapes: dict[str, tuple]  # a tied weight once
+    in_fp32: set[str]  # names of those that stay so whatever the dtype
+
+
+def described(folder: Path) -> Described:
+    """The model of a run's saved configuration. Raises UserError for any problem with it."""
+    with blame(folder / "config.json"):  # which may come from elsewhere
+        config = read_config(folder)
+        family_of(config)  # raises KeyError
+        model = on_meta(config)
+    weights = dict(model.named_parameters())
+    in_fp32 = {name for name in weights if name.endswith(DECAYS)}
+    saved = model.state_dict()
+    for name, t in model.named_buffers():
+        if name in saved:
+            weights[name] = t
+            in_fp32.add(name)
+    return Described(config, {name: tuple(t.shape) for name, t in weights.items()}, in_fp32)
+
+
+def save_finite(tensors: dict[str, torch.Tensor], file: Path, values: Values, **more: str) -> None:
+    """Write safetensors; more: further metadata. Raises UserError if a number is not finite."""
+    for name, t in tensors.items():
+        if t.dtype == E4M3:
+            finite = t.float().isfinite()
+        else:
+            finite = t.isfinite()
+        if not finite.all():
+            raise UserError(
+                f"{values.path}: {name} is not finite in {t.dtype}; nothing was exported"
+            )
+    save_file(tensors, file, metadata={"format": "pt", **more})
+
+
+def write_adapter(
+    folder: Path, values: Values, shapes: dict[str, tuple], dtype: torch.dtype, lora: dict
+) -> int:
+    """Write adapters as PEFT does; returns bytes. shapes: of their factors; lora: what
+    Lora.facts() returned. Raises UserError without peft."""
+    try:
+        from peft import LoraConfig  # takes a second
+    except ImportError:
+        raise UserError(
+            "adapters are written by peft, which is not installed: run setup.sh, or write the "
+            "whole model with --merge"
+        ) from None
+    factors = {name: torch.empty(shape) for name, shape in shapes.items()}
+    values.read(factors)
+    tensors = {name: t.to(dtype) for name, t in in_peft(factors).items()}
+    base, alpha = lora["base"], lora["alpha"]
+    noted = {BASE: base_digest(base), BITS: str(base.get("bits", 16))}
+    save_finite(tensors, folder / "adapter_model.safetensors", values, **noted)
+    modules, parameters = peft_targets(factors)
+    config = LoraConfig(
+        r=lora["rank"],
+        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
+        lora_dropout=lora["dropout"],
+        target_modules=modules,
+        target_parameters=parameters,
+        base_model_name_or_path=base["path"],
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+    )
+    config.save_pretrained(folder)
+    return sum(t.nbytes for t in tensors.values())
+
+
+def merged(
+    adapters: Values, shapes: dict[str, tuple], config, lora: dict, base: Weights | None
+) -> Values:
+    """The sums of a base and its adapters. shapes: of the factors; base: its weights, None for
+    random ones."""
+    lm = None if base else skeleton(config, "sdpa")
+    seed, device = lora["base"].get("seed", 0), torch.device(this_device().type)
+
+    def read_base(name: str) -> torch.Tensor:
+        if base:
+            return base.read(name)
+        owner, _, kind = name.rpartition(".")
+        module = materialise(lm, owner, None, seed, device)
+        weight = getattr(module, kind).detach()
+        module.to("meta")
+        return weight
+
+    def read(tensors: dict[str, torch.Tensor]) -> None:
+        factors = {}
+        for name in tensors:
+            for factor in factor_names(name):
+                if factor in shapes:
+                    factors[factor] = torch.empty(shapes[factor])
+        adapters.read(factors)
+        for name, t in tensors.items():
+            t.copy_(read_base(name))
+            merge_into(name, t, factors, lora)
+
+    return Values(adapters.path, read)
+
+
+def write_weights(
+    folder: Path,
+    values: Values,
+    shapes: dict[str, tuple],
+    dtype: torch.dtype,
+    max_shard_size: str | int,
+    in_fp32: Iterable[str] = (),
+    fp8: bool = False,
+) -> int:
+    """Write safetensors, sharded with an index if needed; returns bytes. shapes: of the
+    configuration's model; fused experts are written as a tensor for each matrix of each. in_fp32:
+    names that stay so. fp8: of linear layers, see low_bits.py."""
+    of_files = {}
+    for name, shape in in_files(shapes).items():
+        kind = torch.float32 if name in in_fp32 else dtype
+        of_files[name] = torch.empty(shape, dtype=kind, device="meta")
+    if fp8:
+        of_files = laid_out(of_files)
+    plan = in_shards(of_files, max_shard_size)
+    with watched("exporting", plan.metadata["total_size"], lambda: size_of(folder)):
+        for file, names in plan.filename_to_tensors.items():
+            kinds = {name: of_files[name].dtype for name in names}
+            save_finite(read_file(values, shapes, kinds), folder / file, values)
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        write_json(folder / "model.safetensors.index.json", index, indent=2)
+    return plan.metadata["total_size"]
+
+
+def in_shards(tensors: dict[str, torch.Tensor], max_shard_size: str | int):
+    """The hub's plan to split tensors into groups of at most so many bytes, or of one tensor."""
+    return split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=lambda t: t.nbytes,
+        filename_pattern=WEIGHTS,
+        max_shard_size=max_shard_size,
+    )
+
+
+def read_file(
+    values: Values, shapes: dict[str, tuple], kinds: dict[str, torch.dtype]
+) -> dict[str, torch.Tensor]:
+    """What a file holds. shapes: of the model; kinds: {name: dtype} in the file. A fused tensor is
+    read whole, even if another file has some of its experts."""
+    weights = {name.removesuffix(SCALES) for name in kinds}
+    needed = {}
+    for name, shape in shapes.items():
+        if weights & in_files({name: shape}).keys():
+            needed[name] = torch.empty(shape, device="meta")
+    tensors = {}
+    for names in in_shards(needed, READ).filename_to_tensors.values():
+        tensors |= read_group(values, {name: shapes[name] for name in names}, kinds)
+    return tensors
+
+
+def read_group(
+    values: Values, shapes: dict[str, tuple], kinds: dict[str, torch.dtype]
+) -> dict[str, torch.Tensor]:
+    """As `read_file`, of these weights, whose fp32 values are in memory until it returns."""
+    masters = {name: torch.empty(shape) for name, shape in shapes.items()}
+    values.read(masters)
+    tensors = {}
+    for name, master in masters.items():
+        for part, t in as_in_files(name, master).items():
+            tensors |= as_stored(part, t, kinds)  # copies, since safetensors refuses shared memory
+    return tensors

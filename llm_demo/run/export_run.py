@@ -1,0 +1,261 @@
+"""A run's checkpoint as a Hugging Face folder, from the fp32 masters, on the CPU: it holds one file
+to write and the masters of a few of its tensors. Adapters become a PEFT adapter or, merged, the
+whole model."""
+
+import copy
+import functools
+import json
+import re
+from pathlib import Path
+
+import torch
+
+from llm_demo.core.errors import UserError, printable
+from llm_demo.flags.args import names_of
+from llm_demo.machine.device import DTYPES, drawn_on
+from llm_demo.machine.files import write_text
+from llm_demo.machine.process import appearing, read_text
+from llm_demo.machine.text import blame, differences
+from llm_demo.model.adapters import factors_of
+from llm_demo.model.export_files import Values, described, merged, write_adapter, write_weights
+from llm_demo.model.families import family_of
+from llm_demo.model.low_bits import fp8_config
+from llm_demo.model.model_folder import describe
+from llm_demo.model.source import TOKENIZERS, find_model, load_tokenizer
+from llm_demo.model.weights_files import (
+    QUANTISED,
+    Weights,
+    identity_of,
+    in_files,
+    open_weights,
+    same_base,
+)
+from llm_demo.run.checkpoint_files import checked_facts, compare_shapes, read_tensors, weights_of
+from llm_demo.run.inputs import refuse_used
+
+IN_4_BITS = (
+    "note: the adapters were trained over this base in 4 bits and are now added to its 16-bit "
+    "weights, so the model answers a little differently: evaluate it"
+)
+OF_TEXT = (
+    "load the base with AutoModelForCausalLM: on a class with images these adapters have no "
+    "effect; for servers --merge them"
+)
+TEMPLATE = ("learn_reasoning", "chat_template_kwargs")
+CARD = """---
+{head}
+tags: [sft]
+---
+# {title}
+Fine-tuned with llm_demo, {parallelism}, {steps} optimizer steps, from {base} on {data}:
+{tokens:,} tokens, {learnt:,} of them learnt. Held-out loss {heldout}.
+
+```python
+from transformers import pipeline
+
+model = pipeline("text-generation", {name})  # this folder, or its name on the hub
+print(model([{{"role": "user", "content": "Your question"}}], max_new_tokens=256))
+```
+
+| setting | value |
+|---|---|
+{table}
+"""
+
+
+def export_of(out: Path, steps: int) -> Path:
+    """`out`, or beside it out_step_N if `out` holds an export of another step than `steps`."""
+    card = out / "README.md"
+    if card.is_file() and f", {steps} optimizer steps, " not in card.read_text("utf-8"):
+        return out.with_name(f"{out.name}_step_{steps}")
+    return out
+
+
+def export(
+    checkpoint: Path,
+    out: Path,
+    dtype: str = "bf16",
+    max_shard_size: str | int = "5GB",
+    merge: bool = False,
+    base: str | None = None,
+) -> str:
+    """Write weights, config, generation config, tokenizer and model card to `out`, which appears
+    only when complete. A run of adapters is written without the base's weights and configurations,
+    or with `merge` as the merged model. base: where that base is now. Returns a line for the log.
+    Raises UserError if `out` is not empty."""
+    refuse_used(out)
+    model = checkpoint.parent.parent / "model"
+    refuse_incomplete(model)
+    lora = checked_facts(checkpoint).get("adapters")
+    if not lora and (merge or base):
+        raise UserError(f"--{'merge' if merge else 'base'}: {checkpoint} holds no adapters")
+    whole, fp8 = merge or not lora, dtype == "fp8"
+    if fp8 and not whole:
+        raise UserError(f"--dtype {dtype}: {checkpoint} holds adapters: merge them, with --merge")
+    bits = lora["base"].get("bits") if lora else None
+    weights = None  # of the base
+    if merge or base:
+        lora, weights = find_base(checkpoint, lora, base)
+    with appearing(out) as part:
+        config, shapes, in_fp32 = described(model)
+        held = factors_of(lora, shapes) if lora else shapes
+        compare_shapes(checkpoint, weights_of(checkpoint), held, "by its configuration")
+        values = Values(checkpoint, functools.partial(read_tensors, checkpoint))
+        tokenizer = load_tokenizer(str(model))
+        kind = DTYPES.get(dtype, torch.bfloat16)  # of what is not in fp8
+        if whole:
+            written = copy.deepcopy(config)
+            if fp8:
+                written.quantization_config = fp8_config(in_files(shapes))
+            notes = describe(model, part, tokenizer, written, kind)
+            if lora:
+                values = merged(values, held, config, lora, weights)
+            n_bytes = write_weights(
+                folder=part,
+                values=values,
+                shapes=shapes,
+                dtype=kind,
+                max_shard_size=max_shard_size,
+                in_fp32=in_fp32,
+                fp8=fp8,
+            )
+            if bits == 4 and not (weights and weights.packed):
+                notes.append(IN_4_BITS)
+        else:
+            notes = describe(model, part, tokenizer)
+            n_bytes = write_adapter(folder=part, values=values, shapes=held, dtype=kind, lora=lora)
+            if family_of(config).text_of:
+                notes.append(OF_TEXT)
+        write_text(part / "README.md", card(checkpoint, out.name, None if whole else lora))
+    what = "weights" if whole else "adapters"
+    line = f"exported {checkpoint} to {out}: {n_bytes / 1e6:,.0f} MB of {what} in {dtype}"
+    return "\n".join([line, *notes])
+
+
+def refuse_incomplete(model: Path) -> None:
+    """Raise UserError if a run's model/ lacks what an export needs."""
+    for names in (["config.json"], TOKENIZERS):
+        if not any((model / name).is_file() for name in names):
+            raise UserError(
+                f"{model}/{names[0]} is missing: resume the run in {model.parent}, which writes it "
+                "again (its command with --resume auto)"
+            )
+
+
+def find_base(checkpoint: Path, lora: dict, base: str | None) -> tuple[dict, Weights | None]:
+    """(lora with the base's place now, the base's weights). lora: as Lora.facts() returned it;
+    base: the folder or hub id if it has moved. Raises UserError if it is gone, or another one."""
+    name = base or lora["base"]["path"]
+    try:
+        folder = find_model(name)
+    except UserError as e:
+        if base:
+            raise
+        raise UserError(f"{e}; if the adapters' base has moved, name it with --base") from None
+    weights = open_weights(folder)
+    before = {k: v for k, v in lora["base"].items() if k not in QUANTISED}
+    now = identity_of(name, folder, weights, before.get("seed", 0), drawn_on())
+    if not same_base(now, before):
+        changes = "; ".join(differences(before, now))
+        raise UserError(f"{checkpoint} holds adapters of another base than {folder}: {changes}")
+    return {**lora, "base": now}, weights
+
+
+# ---------------------------------------------------------------- the model card
+
+
+def heldout_of(checkpoint: Path, facts: dict) -> str:
+    """The held-out figures of a checkpoint, in words. A run that was stopped in its last evaluation
+    has measured them after its last checkpoint: they are in summary.json."""
+    loss, step = facts["eval_loss"], facts["step"]
+    if loss is None:
+        try:
+            summary = json.loads(read_text(checkpoint.parent.parent / "summary.json"))
+            loss = float(summary["eval_loss"][str(step)])
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            return "not measured"
+    text = f"{loss:.4f}"
+    for measured, share in facts["exact"]:
+        if measured == step:
+            text = f"{loss:.4f}, {share:.1%} of the rows answered exactly"
+    return text
+
+
+def one_line(value) -> str:
+    """Text of a file for a model card. The file may be a stranger's."""
+    text = " ".join(printable(str(value)).split())[:200]
+    return text.encode("utf-8", "replace").decode() or "–"
+
+
+def plain(value) -> str:
+    """As `one_line`, without Markdown: no code, link, table or entity of HTML."""
+    return re.sub("[\\\\<`*|&~\\[\\]]", lambda found: f"&#{ord(found[0])};", one_line(value))
+
+
+def code(value) -> str:
+    """As `one_line`, as code within a line."""
+    text = one_line(value).replace("`", "'").replace("<", "&lt;")
+    return f"`{text}`"
+
+
+def settings_of(checkpoint: Path) -> dict:
+    """A run's config.json. Raises UserError if it lacks what a card needs: it may come from
+    elsewhere, or from an earlier version."""
+    file = checkpoint.parent.parent / "config.json"
+    with blame(f"{file} is not the configuration of a run"):
+        settings = json.loads(read_text(file))
+        for key in ("model_name_or_path", "train_json"):
+            if not isinstance(settings[key], str):
+                raise TypeError(f"{key} is no text")
+        if "parallelism" not in settings:
+            raise KeyError("parallelism")
+        for key in ("parallelism", "adapter", *shown_in(settings)):
+            if isinstance(settings.get(key), dict | list):
+                raise TypeError(f"{key} is neither a text nor a number")
+    return settings
+
+
+def shown_in(settings: dict) -> list[str]:
+    """Which settings a card shows."""
+    names = ["global_batch", *names_of("card")]
+    if settings.get("lora_rank"):
+        names += names_of("adapter_card")
+    # of the chat template: its text begins with them as defaults
+    return names + [key for key in TEMPLATE if settings.get(key) not in (None, True)]
+
+
+def card(checkpoint: Path, name: str, lora: dict | None = None) -> str:
+    """A model card with the run's own facts. lora: those of adapters, if it is one of them. Raises
+    UserError if the run's configuration is not of this version."""
+    facts, settings = checked_facts(checkpoint), settings_of(checkpoint)
+    base = Path(settings["model_name_or_path"]).name
+    data = [Path(part.strip()).name for part in settings["train_json"].split(",")]
+    parallelism = settings["parallelism"]
+    if settings.get("resumed_step"):  # only the last run's is recorded
+        parallelism = f"last by {parallelism}"
+    began = code(base)
+    if settings.get("random_weights") is True:
+        began = f"random weights (configuration of {began})"
+    adapter = settings.get("adapter")
+    if adapter:
+        began += f" with the adapter {code(Path(str(adapter)).name)}"
+    head, on_hub = "library_name: transformers", settings.get("base_model")
+    if lora:
+        head, path = "library_name: peft", lora["base"]["path"]
+        on_hub = on_hub if path.startswith("/") else path
+    if isinstance(on_hub, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", on_hub):
+        head += f"\nbase_model: {on_hub}"
+    rows = [f"| {key} | {plain(settings.get(key))} |" for key in shown_in(settings)]
+    return CARD.format(
+        head=head,
+        title=f"{plain(base)} fine-tuned on {plain(', '.join(data))}",
+        name=json.dumps(name).replace("<", r"\u003c"),
+        steps=facts["step"],
+        tokens=facts["tokens"],
+        learnt=facts["label_tokens"],
+        parallelism=plain(parallelism),
+        base=began,
+        data=", ".join(map(code, data)),
+        heldout=heldout_of(checkpoint, facts),
+        table="\n".join(rows),
+    )
