@@ -4,28 +4,35 @@ python fsdp/launch_script.py [flags of train_fsdp.py]     (also installed as llm
 
 It uses the settings of launch_fsdp.sh and ignores those of the environment."""
 
-import contextlib
 import os
 import runpy
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from llm_demo.core.errors import UserError  # noqa: E402
+from llm_demo.launch import settings  # noqa: E402
+
+
+def command_of(given: list[str]) -> list[str]:
+    """The training script and its flags: those of the launcher's settings, then those given."""
+    script, defaults = settings.read_launcher(ROOT / "fsdp/launch_fsdp.sh")
+    flags, first_run = settings.flags_of(script, defaults, {}, given)
+    command = [str(script), *flags]
+    if not first_run:
+        return command
+    try:
+        return settings.with_rows_of_two(command, settings.check_flags(command), 1)[0]
+    except UserError:  # the script says what is wrong
+        return command
 
 
 def main() -> None:
-    sys.path.insert(0, str(ROOT))
-    from llm_demo.core.errors import UserError
-    from llm_demo.launch.settings import check_flags, flags_of, read_launcher, with_rows_of_two
-
-    script, settings = read_launcher(ROOT / "fsdp/launch_fsdp.sh")
-    flags, first_run = flags_of(script, settings, {}, sys.argv[1:])
-    sys.argv = [str(script), *flags]
-    with contextlib.suppress(UserError):  # the script says what is wrong
-        if first_run:
-            sys.argv, _ = with_rows_of_two(sys.argv, check_flags(sys.argv), 1)
+    sys.argv = command_of(sys.argv[1:])
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    runpy.run_path(str(script), run_name="__main__")
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":

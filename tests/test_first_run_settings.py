@@ -3,7 +3,6 @@
 import os
 import runpy
 import subprocess
-import sys
 
 import pytest
 from conftest import LAUNCHERS, ROOT, flags_of, no_ranks, printed_flags
@@ -14,21 +13,14 @@ SETTINGS = ("TRAIN_JSON", "MODEL", "SEQ_LEN", "MAX_STEPS", "NUM_EPOCHS", "LR", "
 FIRST_RUN = {"seq_len", "max_steps", "lr", "log_every"}
 
 
-def from_script(monkeypatch, *flags):
+def from_script(*flags):
     """The flags that the debugger's entry gives."""
     script = runpy.run_path(str(ROOT / "fsdp/launch_script.py"))
-    seen = []
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "argv", ["launch_script.py", *flags])
-        patch.setattr(sys, "path", sys.path.copy())
-        patch.setattr(os, "environ", os.environ.copy())
-        patch.setattr(runpy, "run_path", lambda *_, **__: seen.extend(sys.argv[1:]))
-        script["main"]()
-    return flags_of(seen)
+    return flags_of(script["command_of"](list(flags))[1:])
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "pp"])
-def test_the_bundled_run_has_its_settings(kind, tmp_path, monkeypatch):
+def test_the_bundled_run_has_its_settings(kind, tmp_path):
     env = {k: v for k, v in os.environ.items() if k not in SETTINGS}
     done = subprocess.run(
         ["bash", LAUNCHERS[kind]], env={**env, "PYTHON": no_ranks(tmp_path)},
@@ -37,7 +29,7 @@ def test_the_bundled_run_has_its_settings(kind, tmp_path, monkeypatch):
     found = printed_flags(done.stdout)
     assert found.keys() >= FIRST_RUN
     assert found["train_json"] == str(ROOT / "data/first_run.jsonl")
-    ours = from_script(monkeypatch)
+    ours = from_script()
     assert {k: found[k] for k in FIRST_RUN} == {k: ours[k] for k in FIRST_RUN}
 
 
@@ -52,10 +44,10 @@ def flags_for(kind, *given, **environ):
     "--train_json my.jsonl", "--train_json=my.jsonl", "--train-json my.jsonl",
     "--model_name_or_path my", "TRAIN_JSON=my.jsonl", "MODEL=my/model",
 ])  # fmt: skip
-def test_own_data_or_model_takes_one_epoch(kind, words, monkeypatch):
+def test_own_data_or_model_takes_one_epoch(kind, words):
     if words.startswith("--"):
         assert not FIRST_RUN & flags_for(kind, *words.split()).keys()
-        assert not FIRST_RUN & from_script(monkeypatch, *words.split()).keys()
+        assert not FIRST_RUN & from_script(*words.split()).keys()
         return
     environ = dict([words.split("=")])
     assert not FIRST_RUN & flags_for(kind, **environ).keys()
@@ -64,7 +56,7 @@ def test_own_data_or_model_takes_one_epoch(kind, words, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "pp"])
-def test_what_is_asked_for_beats_the_bundled_settings(kind, monkeypatch):
+def test_what_is_asked_for_beats_the_bundled_settings(kind):
     found = flags_for(kind, "--max_steps", "5", LR="1e-4", SEQ_LEN="")
     assert (found["max_steps"], found["lr"]) == ("5", "1e-4")
     assert "seq_len" not in found  # an empty setting leaves the choice to the script
@@ -77,7 +69,7 @@ def test_what_is_asked_for_beats_the_bundled_settings(kind, monkeypatch):
     ):
         found = flags_for(kind, *flags, **environ)
         assert (found["max_steps"], found["num_epochs"]) == ("9", "2")
-    assert "max_steps" not in from_script(monkeypatch, "--num_epochs", "2")
+    assert "max_steps" not in from_script("--num_epochs", "2")
 
 
 def batch_of(kind, processes, *flags, **environ):
@@ -131,9 +123,9 @@ def test_a_batch_that_is_asked_for_and_other_data_keep_theirs():
     assert batch_of("fsdp", 1, MAX_STEPS="5") == (4, 4, "")
 
 
-def test_the_debuggers_entry_has_the_batch_of_one_process(monkeypatch):
-    ours = from_script(monkeypatch)
+def test_the_debuggers_entry_has_the_batch_of_one_process():
+    ours = from_script()
     assert (ours["micro_batch_size"], ours["grad_accum_steps"]) == ("4", "4")
-    ours = from_script(monkeypatch, "--train_json", "my.jsonl")
+    ours = from_script("--train_json", "my.jsonl")
     assert (ours["micro_batch_size"], ours["grad_accum_steps"]) == ("4", "2")
-    assert "learning_rate" in from_script(monkeypatch, "--learning_rate", "1")  # refused later
+    assert "learning_rate" in from_script("--learning_rate", "1")  # refused later

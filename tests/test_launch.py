@@ -133,17 +133,15 @@ def test_a_flag_beats_the_environment_which_beats_the_defaults(repo, tmp_path, k
     assert f"{SCRIPTS[kind]}' --" in command and command.endswith("--train_json my.jsonl")
 
 
-@pytest.mark.parametrize("program", ["no torch", "/bin/true", "/bin/echo", "absent", "."])
+@pytest.mark.parametrize("program", ["no torch", "/bin/true", "absent"])
 def test_a_program_that_is_no_python_with_torch_is_named(program, repo, tmp_path, record_property):
     record_property("bad inputs", 1)
     bare = tmp_path / "no torch"
     bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S -I "$@"\n')
     bare.chmod(0o755)
-    command, path = ["bash", str(repo / "fsdp/launch_fsdp.sh")], f"{tmp_path}:{os.environ['PATH']}"
-    result = subprocess.run(
-        command, env=environment(PYTHON=program, PATH=path), cwd=tmp_path, capture_output=True,
-        text=True,
-    )  # fmt: skip
+    env = environment(PYTHON=program, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    command = ["bash", str(repo / "fsdp/launch_fsdp.sh")]
+    result = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 2
     assert result.stderr == (
         f"error: PYTHON={program} is not a Python with torch: name one, install torch there, or "
@@ -188,24 +186,17 @@ def test_the_bundled_run_has_the_same_rows_on_any_number_of_processes(repo):
         assert ("batch: 18 rows a step, not 16, which 3 processes" in output) == (count == 3)
 
 
-def test_each_rank_is_told_its_place(script):
+@pytest.mark.parametrize("gpus", ["1,0", "", "-1"])
+def test_each_rank_is_told_its_place(script, gpus):
     # The order of CUDA_VISIBLE_DEVICES is the user's, and stale variables of another run are not.
     stale = {"RANK": "5", "MASTER_ADDR": "nowhere.invalid"}
-    result = launch(script(SHOW), CUDA_VISIBLE_DEVICES="1,0", NPROC_PER_NODE="2", **stale)
+    result = launch(script(SHOW), CUDA_VISIBLE_DEVICES=gpus, NPROC_PER_NODE="2", **stale)
     ranks = shown(result.stdout)
-    cores = len(os.sched_getaffinity(0))
     for i, rank in enumerate(ranks):
         assert (rank["RANK"], rank["LOCAL_RANK"], rank["WORLD_SIZE"]) == (str(i), str(i), "2")
-        assert rank["MASTER_ADDR"] == "127.0.0.1"
-        assert rank["CUDA_VISIBLE_DEVICES"] == "1,0"
-        assert rank["OMP_NUM_THREADS"] == str(max(1, cores // 2))
+        assert (rank["MASTER_ADDR"], rank["CUDA_VISIBLE_DEVICES"]) == ("127.0.0.1", gpus)
+        assert rank["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
     assert len(ranks) == 2 and result.stderr == ""
-
-
-@pytest.mark.parametrize("value", ["", "-1"])
-def test_hidden_gpus_stay_hidden(script, value):
-    ranks = shown(launch(script(SHOW), CUDA_VISIBLE_DEVICES=value).stdout)
-    assert [rank["CUDA_VISIBLE_DEVICES"] for rank in ranks] == [value, value]
 
 
 def test_two_nodes_make_one_world(script):
