@@ -10,6 +10,7 @@ import math
 import os
 import platform
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -60,8 +61,8 @@ def choose_folder(args, script: str) -> Path:
             f"--output_dir {folder} is a link to {os.readlink(folder)}, which does not exist: "
             "create that folder, or remove the link"
         )
-    if args.overwrite:
-        _refuse_places_in(folder)
+    if args.overwrite and folder.resolve() in Path.cwd().parents:
+        raise UserError(f"--overwrite: the working folder is inside --output_dir {folder}")
     refuse_unwritable(folder, "--output_dir")
     if not args.output_dir:
         return folder
@@ -86,6 +87,22 @@ def choose_folder(args, script: str) -> Path:
 def is_run(folder: Path) -> bool:
     """Whether this is the folder of a run."""
     return all((folder / name).is_file() for name in ("cmd.sh", "config.json"))
+
+
+# What a run writes in its folder, and --overwrite deletes.
+WRITTEN = (
+    "cmd.sh", "config.json", "env.json", "metrics.jsonl", "train.log", "summary.json",
+    "profile.txt", "trace_rank*.json.gz", "checkpoints", "model", "hf", "tb", "wandb",
+)  # fmt: skip
+
+
+def delete_run(folder: Path) -> None:
+    """Delete what a run has written in its folder. Other files stay."""
+    for path in (path for name in WRITTEN for path in folder.glob(name)):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def is_described(folder: Path) -> bool:
@@ -123,18 +140,6 @@ def _refuse_links(folder: Path) -> None:
                     "the run would write elsewhere: remove it"
                 )
         folders[:] = [name for name in folders if name != "wandb"]  # has links of its own
-
-
-def _refuse_places_in(folder: Path) -> None:
-    """Raise UserError if --overwrite would delete more than a run."""
-    home = Path(os.path.expanduser("~")).resolve()
-    for what, kept in (
-        ("the working folder", [*Path.cwd().parents]),
-        ("your home folder", [home, *home.parents]),
-        ("the repository", [ROOT, *ROOT.parents]),
-    ):
-        if folder.resolve() in kept:
-            raise UserError(f"--overwrite would delete {what}, in --output_dir {folder}")
 
 
 def _refuse_inputs_in(folder: Path, args) -> None:

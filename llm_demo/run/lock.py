@@ -8,7 +8,7 @@ from pathlib import Path
 
 from llm_demo.core.errors import UserError
 from llm_demo.machine.process import regular
-from llm_demo.run.folder import published
+from llm_demo.run.folder import delete_run, published
 
 
 class Lock:
@@ -92,13 +92,11 @@ def lock_folder(folder: Path, args) -> Lock | None:
 
 
 def take_folder(folder: Path, args, held: Lock | None) -> Lock:
-    """Create the folder, or empty it for --overwrite: it may be the working folder. Returns its
-    lock. held: from `lock_folder`. Raises UserError if another run has taken the folder since."""
+    """Create the folder, or delete the run in it for --overwrite. Returns its lock. held: from
+    `lock_folder`. Raises UserError if another run has taken the folder since."""
     if args.overwrite and folder.exists():
         held = held or Lock(folder, "a")
-        for path in folder.iterdir():
-            real = path.is_dir() and not path.is_symlink()
-            shutil.rmtree(path) if real else path.unlink()
+        delete_run(folder)
         held.take_script("x")
     if held:
         return held

@@ -176,44 +176,53 @@ class Log:
 
 
 class Tracker:
-    """Sends a run's numbers to TensorBoard or Weights & Biases, if asked. name: of --report_to,
-    whose package is imported only then."""
+    """Writes a run's numbers for TensorBoard, if asked. Weights & Biases reads them from there.
 
-    def __init__(self, name: str):
-        self.name, self.writer, self.newest = name, None, 0
-        package = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}.get(name)
+    report_to: of --report_to, whose packages are imported only then."""
+
+    def __init__(self, report_to: str):
+        self.report_to, self.writer = report_to, None
+        if report_to == "none":
+            return
         try:
-            self.package = package and importlib.import_module(package)
+            self.tensorboard = importlib.import_module("torch.utils.tensorboard")
+            if report_to == "wandb":
+                self.wandb = importlib.import_module("wandb")
         except ImportError as e:
-            raise UserError(f"--report_to {name}: run pip install {name}") from e
+            packages = "tensorboard" if report_to == "tensorboard" else "wandb tensorboard"
+            raise UserError(f"--report_to {report_to}: run pip install {packages}") from e
 
     def add(self, folder: Path, record: dict) -> None:
-        """Send the numbers of a record: of a list, such as one of each rank, the largest."""
-        if not self.package:
+        """Write the numbers of a record: of a list, such as one of each rank, the largest."""
+        if self.report_to == "none":
             return
-        self.writer = self.writer or self._open(folder)
-        values = {k: max(v) if isinstance(v, list) and v else v for k, v in record.items()}
-        values = {k: v for k, v in values.items() if isinstance(v, (int, float)) and k != "step"}
-        if self.name == "wandb":
-            # a checkpoint is reported steps later, when it is written; wandb drops earlier steps
-            self.newest = max(self.newest, record["step"])
-            self.writer.log(values, step=self.newest)
-            return
-        for key, value in values.items():
-            self.writer.add_scalar(key, value, record["step"])
+        if self.writer is None:
+            self.writer = self._open(folder)
+        for key, value in record.items():
+            if isinstance(value, list) and value:
+                value = max(value)
+            if isinstance(value, (int, float)) and key != "step":
+                self.writer.add_scalar(key, value, record["step"])
         self.writer.flush()
 
     def _open(self, folder: Path):
         config = json.loads((folder / "config.json").read_text("utf-8"))
-        if self.name == "wandb":
-            project = os.environ.get("WANDB_PROJECT", "llm_demo")
-            return self.package.init(project=project, name=folder.name, dir=folder, config=config)
-        writer = self.package.SummaryWriter(folder / "tb")
+        if self.report_to == "wandb":
+            self.wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "llm_demo"),
+                name=folder.name,
+                dir=folder,
+                config=config,
+                sync_tensorboard=True,  # of writers that are made from now on
+            )
+        writer = self.tensorboard.SummaryWriter(folder / "tb")
         rows = "\n".join(f"| {key} | {value} |" for key, value in config.items())
         writer.add_text("config", f"| setting | value |\n|---|---|\n{rows}")
         return writer
 
     def close(self) -> None:
         if self.writer:
-            self.writer.finish() if self.name == "wandb" else self.writer.close()
+            self.writer.close()
+            if self.report_to == "wandb":
+                self.wandb.finish()
         self.writer = None
