@@ -14,6 +14,7 @@ import functools
 import importlib.util
 import itertools
 import math
+import os
 import shlex
 import sys
 import tempfile
@@ -243,14 +244,14 @@ def fsdp_settings(config, ask) -> Iterator[Settings]:
     of_ranks = [(n, 1) for n in rows] + [(1, n) for n in shares if n > 1]
     reshards = (False, True) if ask.cards > 1 else (False,)
     hosts = (False,) if ask.lora_rank else (False, True)
-    for saving, reshard, host, n_experts, (over_rows, over_shares) in itertools.product(
+    for saving, reshard, host, spread, (over_rows, over_shares) in itertools.product(
         savings(config, ask), reshards, hosts, experts, of_ranks
     ):
         yield replace(
             saving,
             reshard_after_forward=reshard,
             optimizer_on_host=host,
-            expert_parallel=n_experts,
+            expert_parallel=spread,
             sequence_parallel=over_rows,
             tensor_parallel=over_shares,
         )
@@ -428,6 +429,8 @@ def nothing(found: list[Choice], config, ask) -> str:
             needs.append(f"{math.ceil(choice.host)} GiB of host memory")
     helps = [" with ".join(needs)]
     for words, other in remedies(config, ask):
+        if "cards" in other and helps[-1].endswith("such cards"):  # fewer are enough
+            continue
         those = argparse.Namespace(**vars(ask) | other)
         if best([*choices(config, those, pipeline=False)], those)[1]:
             helps.append(words)
@@ -476,7 +479,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     ask = parse(argv)
     with tempfile.TemporaryDirectory() as folder:
-        on_hub = not Path(ask.model).expanduser().is_dir()
+        on_hub = not Path(os.path.expanduser(ask.model)).is_dir()
         path = find_model(ask.model, config_in=folder)
         config, weights = open_model(path, ask.seq_len, with_weights=not on_hub)
     if weights and weights.packed and ask.base_bits != 4:
