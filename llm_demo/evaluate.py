@@ -125,7 +125,7 @@ from llm_demo.machine.files import disk_full, write_json, write_text
 from llm_demo.machine.text import counted, progress
 from llm_demo.model.model_folder import load_model, open_model
 from llm_demo.model.positions import length_dependent_rope, position_limit
-from llm_demo.model.source import find_model, fix_date, load_config, load_tokenizer, set_variables
+from llm_demo.model.source import find_model, load_config, load_tokenizer, set_variables, with_date
 
 TOKENS = 1 << 16  # of a batch, including padding
 
@@ -166,7 +166,9 @@ def evaluate(name: str, args, device: torch.device, dtype: torch.dtype) -> dict:
     tokenizer = load_tokenizer(str(folder))
     for line in set_variables(tokenizer, args.chat_template_kwargs, args.learn_reasoning):
         log(f"{name}: {line}")
-    if fix_date(tokenizer, args.date):
+    undated = tokenizer
+    tokenizer = with_date(undated, args.date)
+    if tokenizer is not undated:
         log(f"{name}: the chat template prints the date, here {args.date}")
     paths, lines = find_files(args.data)
     for line in lines:

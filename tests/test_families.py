@@ -142,8 +142,9 @@ def test_a_window_goes_and_rotary_bases_stay():
         config = copy.deepcopy(MODELS[name])
         with pytest.raises(UserError, match="--seq_len 96"):
             without_window(config, 97)
-        without_window(config, 96)
-        assert window_of(config) is None and config.layer_types == LAYERS
+        found = without_window(config, 96)
+        assert window_of(found) is None and found.layer_types == LAYERS
+        assert window_of(config) == 96
 
 
 WRONG = [

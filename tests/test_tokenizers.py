@@ -20,7 +20,7 @@ from tokenizers import (
 from transformers import AutoConfig, AutoTokenizer
 
 from llm_demo.model.model_folder import describe, describe_model
-from llm_demo.model.source import fix_date, load_tokenizer
+from llm_demo.model.source import load_tokenizer, with_date
 from llm_demo.run.plan import date_of
 
 TEXT = "In 2024 there were 14161 cats;  it's\n\n <e>hello <e> 650841823 <b>"
@@ -113,22 +113,21 @@ def test_a_template_prints_the_date_of_the_run(text, tmp_path):
     tokenizer = make_tokenizer(template)
     before = tokenizer.apply_chat_template(TURNS, tokenize=False)
     today = datetime.date.today()
-    assert fix_date(tokenizer, str(DAY))
-    after = tokenizer.apply_chat_template(TURNS, tokenize=False)
+    dated = with_date(tokenizer, str(DAY))
+    after = dated.apply_chat_template(TURNS, tokenize=False)
     assert f"{DAY.strftime(text)}!" in after
     if "%H" not in text and today == datetime.date.today():
         assert after.replace(DAY.strftime(text), today.strftime(text)) == before
-    describe_model(tmp_path, tokenizer, tmp_path / "run")
+    describe_model(tmp_path, dated, tmp_path / "run")
     assert load_tokenizer(str(tmp_path / "run")).chat_template == template
 
 
 def test_templates_without_a_date_are_left_alone():
-    tokenizer = make_tokenizer()
-    assert not fix_date(tokenizer, str(DAY)) and tokenizer.chat_template == CHATML
-    assert not fix_date(make_tokenizer(None), str(DAY))
+    for tokenizer in (make_tokenizer(), make_tokenizer(None)):
+        assert with_date(tokenizer, str(DAY)) is tokenizer
     dated = "{{ strftime_now('%Y') }}"
     tokenizer = make_tokenizer({"default": CHATML, "tool_use": dated})
-    assert fix_date(tokenizer, str(DAY))
+    tokenizer = with_date(tokenizer, str(DAY))
     assert tokenizer.apply_chat_template(TURNS, tools=[{}], tokenize=False) == "2026"
 
 
@@ -138,7 +137,7 @@ def test_rows_of_another_day_are_other_rows(tmp_path):
     found = []
     for day in ("2026-07-04", "2026-07-05", "2026-07-04"):
         tokenizer = make_tokenizer("{{ strftime_now('%d') }}" + CHATML)
-        fix_date(tokenizer, day)
+        tokenizer = with_date(tokenizer, day)
         options = {"seq_len": 64, "cache_dir": str(tmp_path / "cache"), "log": lambda line: None}
         packs = packs_of(str(rows), tokenizer, **options)
         found.append((packs.stats.identity["chat template"], packs.stats.cache_hit))

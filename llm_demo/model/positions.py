@@ -1,5 +1,7 @@
 """How long rows may be: a model's positions and its sliding window."""
 
+import copy
+
 from llm_demo.core.attention import rope_of, rope_type
 from llm_demo.core.errors import UserError
 
@@ -23,20 +25,24 @@ def window_of(config) -> int | None:
     return getattr(config, "sliding_window", None)
 
 
-def without_window(config, longest: int) -> None:
-    """Turn off the sliding window. Raises UserError if a document is longer: it would matter."""
+def without_window(config, longest: int):
+    """The configuration, or a copy of it in which the sliding window is off. longest: tokens of the
+    longest document. Raises UserError if it is longer than the window, which would matter."""
     window = window_of(config)
     if window is None:
-        return
+        return config
     if longest > window:
         raise UserError(
             f"this model attends to the last {window} tokens only, but the longest document has "
             f"{longest}: sliding windows are not supported, so set --seq_len {window}"
         )
+    config = copy.deepcopy(config)
     config.sliding_window = None
-    rope = config.rope_parameters  # of each type of layer, if the types are to stay
-    if getattr(config, "layer_types", None) is not None and "full_attention" not in rope:
+    # of each type of layer, if the types are to stay
+    by_type = "full_attention" in config.rope_parameters
+    if getattr(config, "layer_types", None) is not None and not by_type:
         config.layer_types = ["full_attention"] * config.num_hidden_layers
+    return config
 
 
 def length_dependent_rope(config) -> bool:

@@ -238,23 +238,25 @@ def as_jinja(value) -> str:
     return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
-def fix_date(tokenizer, day: str) -> bool:
-    """If the chat template prints today's date (strftime_now), let it print this one, YYYY-MM-DD:
-    its text then begins with a function of that name, so that what depends on the template depends
-    on the date. Returns whether it does. `describe_model` saves the template as it was."""
-    plain = tokenizer.chat_template or ""
-    templates = plain if isinstance(plain, dict) else {"": plain}
+def with_date(tokenizer, day: str):
+    """If the chat template prints today's date (strftime_now), a copy of the tokenizer whose
+    template prints this one, YYYY-MM-DD: its text then begins with a function of that name, so that
+    what depends on the template depends on the date. `describe_model` saves the template as it was.
+    If it prints none: the tokenizer itself."""
+    given = tokenizer.chat_template or ""
+    templates = given if isinstance(given, dict) else {"": given}
     if not any("strftime_now" in template for template in templates.values()):
-        return False
+        return tokenizer
     printed, text = date.fromisoformat(day), "format.replace('%%', '\\0')"
     for code in [flag + letter for letter in string.ascii_letters for flag in ("%", "%-")]:
         if any(code in template for template in templates.values()):
             text += f".replace('{code}', {printed.strftime(code)!r})"
     macro = "{% macro strftime_now(format) %}{{ " + text + ".replace('\\0', '%') }}{% endmacro %}\n"
     dated = {name: macro + template for name, template in templates.items()}
-    tokenizer.undated_template = plain
-    tokenizer.chat_template = dated if isinstance(plain, dict) else dated[""]
-    return True
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.undated_template = given
+    tokenizer.chat_template = dated if isinstance(given, dict) else dated[""]
+    return tokenizer
 
 
 def read_chat_template(file: Path, tokenizer) -> str:

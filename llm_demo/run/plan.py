@@ -41,7 +41,7 @@ from llm_demo.model.adapters import decide_lora, factors_of
 from llm_demo.model.costs import flops_of_slot, heads_of, share_of_heads, sizes_of
 from llm_demo.model.model_folder import Source, find_source
 from llm_demo.model.positions import position_limit, window_of, without_window
-from llm_demo.model.source import fix_date
+from llm_demo.model.source import with_date
 from llm_demo.model.weights_files import fingerprint, refuse_other_adapters
 from llm_demo.run.checkpoint_files import checked_facts, compare_shapes, find_checkpoint, weights_of
 from llm_demo.run.choices import Compute, decide_compute
@@ -108,7 +108,7 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
     named = None if args.resume == "auto" else args.resume
     checkpoint = find_checkpoint(named, log.folder, world, say, tensors=False)
     source = find_source(args, world, seq_len, say)
-    set_date(source.tokenizer, earlier, world, log)
+    source = set_date(source, earlier, world, log)
     refuse(source.config)
     share_of_heads(heads_of(source.config), args.sequence_parallel)  # refuses what does not divide
     refuse_flags(args, source.config)
@@ -122,7 +122,10 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
     usual = usual_lr(bool(source.weights), lora)
     horizon, train = tell(decide_horizon(args, data_parallel, train, usual, earlier))
     data = check_data(args, world, train, heldout, source.config)
+    longest = max(packs.longest for packs in data.packs())
+    config = without_window(source.config, longest)
     sample_tokens = tell(decide_answers(args.sample_tokens, source.config, data))
+    source = source._replace(config=config)
     ask = functools.partial(from_rank0, world)
     rule, among = tell(decide_rule(args, ask, device, dtype, source.config))
     compute = tell(decide_compute(args, ask, device, dtype, source.config, data.packs(), among))
@@ -218,8 +221,7 @@ def check_data(args: Args, world: World, train: Packs, heldout: Packs | None, co
 
 
 def decide_answers(asked: int | None, config, data: Data) -> tuple[int, list[str]]:
-    """(the length of sample answers, lines): prompt and answer fit into the model's sliding window.
-    Turns the window off. Raises UserError if a document is longer than it."""
+    """(the length of sample answers, lines): prompt and answer fit into a sliding window."""
     n, lines, seq_len = asked, [], data.train.seq_len
     if n is None:
         n = 32 if seq_len <= LONG_ROW else 0
@@ -229,7 +231,6 @@ def decide_answers(asked: int | None, config, data: Data) -> tuple[int, list[str
                 "--sample_tokens asks for them"
             ]
     window, longest = window_of(config), max(p.longest for p in data.packs())
-    without_window(config, longest)
     if window and seq_len > window and longest + n > window:
         n = window - longest
         lines.append(f"answers: limited to {n} tokens by the sliding window of {window}")
@@ -255,12 +256,14 @@ def date_of(earlier: dict) -> str:
     return str(date.today())
 
 
-def set_date(tokenizer, earlier: dict, world: World, log: Log) -> None:
+def set_date(source: Source, earlier: dict, world: World, log: Log) -> Source:
     """Let a chat template that prints today's date print that of the run's first start."""
     day = from_rank0(world, lambda: date_of(earlier))
-    if fix_date(tokenizer, day):
+    tokenizer = with_date(source.tokenizer, day)
+    if tokenizer is not source.tokenizer:
         log.say(f"date: {day}, which the chat template prints: that of the run's first start")
         log.resolved(date=day)
+    return source._replace(tokenizer=tokenizer)
 
 
 def decide_seq_len(asked: int, earlier: dict) -> tuple[int, list[str]]:
