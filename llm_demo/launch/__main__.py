@@ -22,6 +22,7 @@ import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from llm_demo.core.errors import UserError
 from llm_demo.launch.settings import check_flags, flags_of, with_rows_of_two, without_effect
@@ -100,9 +101,8 @@ def listen(addr: str, port: int) -> socket.socket:
 def processes_here() -> int:
     """The number of ranks of this node. Hides GPUs that training doesn't use, and says so. Raises
     UserError if NPROC_PER_NODE is too large."""
-    from llm_demo.machine import (
-        device,  # imports torch, which takes seconds: after all other refusals
-    )
+    # imports torch, which takes seconds: after all other refusals
+    from llm_demo.machine import device
 
     kept, others, hide = device.cards()
     if hide:
@@ -131,14 +131,35 @@ def set_defaults(processes: int) -> None:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
-def launch(command: list[str], by_launcher: bool = False, first_run: bool = False) -> int:
+class Command(NamedTuple):
+    words: list[str]  # a script and its flags
+    by_launcher: bool = False  # settings were among this program's arguments
+    first_run: bool = False  # the bundled run: see settings.flags_of
+
+
+def command_of(words: list[str]) -> Command:
+    """What this program's arguments ask for. Warns of variables without effect."""
+    if words[0] != "--settings" or "--" not in words:
+        return Command(words)
+    end = words.index("--")
+    settings = dict(word.split("=", 1) for word in words[1:end])
+    script, *given = words[end + 1 :]
+    flags, first_run = flags_of(Path(script), settings, dict(os.environ), given)
+    if not {"-h", "--help"} & {*flags}:
+        for line in without_effect(Path(script), dict(os.environ)):
+            print(f"warning: {line}", file=sys.stderr)
+    return Command([script, *flags], by_launcher=True, first_run=first_run)
+
+
+def launch(asked: Command) -> int:
     """Run a script with its flags in all ranks of this node. Returns the exit code. Raises
-    UserError before that for what can't work. by_launcher, first_run: see command_of."""
-    if not Path(command[0]).is_file():
-        raise UserError(f"no script {command[0]}")
-    refuse_other_clone(command[0])
+    UserError before that for what can't work."""
+    words = asked.words
+    if not Path(words[0]).is_file():
+        raise UserError(f"no script {words[0]}")
+    refuse_other_clone(words[0])
     refuse_few_files()
-    flags = check_flags(command)
+    flags = check_flags(words)
     if flags:
         look(flags, first_node=os.environ.get("NODE_RANK", "0") == "0")
     node = this_node()
@@ -150,33 +171,14 @@ def launch(command: list[str], by_launcher: bool = False, first_run: bool = Fals
     line = ""
     if flags:
         flags.check_processes(total)
-        if first_run:
-            command, line = with_rows_of_two(command, flags, total)
-    if by_launcher:
-        show(command)
+        if asked.first_run:
+            words, line = with_rows_of_two(words, flags, total)
+    if asked.by_launcher:  # what its settings have become
+        command = [sys.executable, "-m", "llm_demo.launch", *words]
+        print(f"+ {shlex.join(command)}", flush=True)
     if line:
         print(line, flush=True)
-    return ranks.start(node, command)
-
-
-def show(command: list[str]) -> None:
-    """Print what a launcher's settings have become."""
-    print(f"+ {shlex.join([sys.executable, '-m', 'llm_demo.launch', *command])}", flush=True)
-
-
-def command_of(words: list[str]) -> tuple[list[str], bool, bool]:
-    """(the script and its flags, whether settings are among this program's arguments, whether they
-    are the bundled run's: see flags_of). Warns of variables without effect."""
-    if words[0] != "--settings" or "--" not in words:
-        return words, False, False
-    end, environ = words.index("--"), dict(os.environ)
-    settings = dict(word.split("=", 1) for word in words[1:end])
-    script, *given = words[end + 1 :]
-    flags, first_run = flags_of(Path(script), settings, environ, given)
-    if not {"-h", "--help"} & {*flags}:
-        for line in without_effect(Path(script), environ):
-            print(f"warning: {line}", file=sys.stderr)
-    return [script, *flags], True, first_run
+    return ranks.start(node, words)
 
 
 def main() -> int:
@@ -188,7 +190,7 @@ def main() -> int:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.CRITICAL)  # in this process only, not in its children
-    return launch(*command_of(sys.argv[1:]))
+    return launch(command_of(sys.argv[1:]))
 
 
 if __name__ == "__main__":
