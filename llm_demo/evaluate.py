@@ -11,6 +11,7 @@ import math
 import re
 import sys
 import time
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
@@ -47,17 +48,33 @@ def make_parser() -> argparse.ArgumentParser:
         field = DataArgs.__dataclass_fields__[name]
         if name != "seq_len":
             add_flag(parser, field, f"{field.metadata['help']} {remarks(field, field.default)}")
-    add("--batch_size", type=whole(1), help="documents per batch, fewer if they are long; default: "
-        "on a GPU as many as fit in memory, at most 256; on a CPU 32")  # fmt: skip
+    add(
+        "--batch_size",
+        type=whole(1),
+        help="documents per batch, fewer if they are long; default: on a GPU as many as fit in "
+        "memory, at most 256; on a CPU 32",
+    )
     add("--rows", type=whole(), default=0, help="the first documents of each file; 0: all")
     add("--dtype", choices=choices(TrainArgs, "dtype"), default="auto", help="dtype of the models")
-    add("--show", type=whole(), default=3, help="number of answers to show per file; 0: none "
-        "are generated, except for --answer_regex")  # fmt: skip
+    add(
+        "--show",
+        type=whole(),
+        default=3,
+        help="number of answers to show per file; 0: none are generated, except for --answer_regex",
+    )
     add("--max_new_tokens", type=whole(1), default=256, help="maximum length of an answer")
-    add("--answer_regex", type=regex, help="finds the result in an answer: the last match of "
-        r"its first group, for example '#### (-?[\d,.]+)' for GSM8K")  # fmt: skip
-    add("--date", type=day, default=str(date.today()), help="the date that chat templates print, "
-        "as 2026-01-31; default: today")  # fmt: skip
+    add(
+        "--answer_regex",
+        type=regex,
+        help="finds the result in an answer: the last match of its first group, for example "
+        r"'#### (-?[\d,.]+)' for GSM8K",
+    )
+    add(
+        "--date",
+        type=day,
+        default=str(date.today()),
+        help="the date that chat templates print, as 2026-01-31; default: today",
+    )
     add("--out", type=path_of, help="folder to write evaluation.json and evaluation.md to")
     return parser
 
@@ -159,17 +176,11 @@ def main() -> None:
 
 def evaluate(name: str, args, device: torch.device, dtype: torch.dtype) -> dict:
     """One model's figures for each file: loss, perplexity, tokens, exact matches and answers."""
-    folder, log = find_model(name), functools.partial(print, file=sys.stderr)
+    folder = find_model(name)
     config, weights = open_model(folder, args.seq_len, log)  # refuses unsupported models
     if weights is None:
         raise UserError(f"{folder} has no weights: export a run, or name a trained model")
-    tokenizer = load_tokenizer(str(folder))
-    for line in set_variables(tokenizer, args.chat_template_kwargs, args.learn_reasoning):
-        log(f"{name}: {line}")
-    undated = tokenizer
-    tokenizer = with_date(undated, args.date)
-    if tokenizer is not undated:
-        log(f"{name}: the chat template prints the date, here {args.date}")
+    tokenizer = open_tokenizer(name, folder, args)
     paths, lines = find_files(args.data)
     for line in lines:
         log(line)
@@ -178,53 +189,95 @@ def evaluate(name: str, args, device: torch.device, dtype: torch.dtype) -> dict:
     model = load_model(name, folder, config, dtype).to(device)
     for key, weight in model.state_dict().items():
         refuse_non_finite(weight, folder, key)
-    if length_dependent_rope(config):  # a document's numbers would depend on the rest of the batch
-        args = argparse.Namespace(**{**vars(args), "batch_size": 1})
+    # with such a rope, a document's numbers would depend on the rest of its batch
+    batch_size = 1 if length_dependent_rope(config) else args.batch_size
     files = []
     for path, packs in zip(paths, data, strict=True):
-        started = time.perf_counter()
-        count = min(args.rows or len(packs), len(packs))
-        loss, tokens, right = in_batches(args, device, mean_loss, model, packs, count)
-        say(f"{name}: loss of {counted(count, 'document')} of {path}", started)
-        figures = {"file": path, "rows": count, "loss": loss, "tokens": tokens}
-        figures |= {"perplexity": math.exp(min(loss, 700)), "answered_exactly": right / count}
-        pairs = prompts_of(packs, count if args.answer_regex else min(args.show, count), 10**9)
-        started = time.perf_counter()
-        rows = answered(model, tokenizer, pairs, args, device)
-        if rows:
-            say(f"{name}: {counted(len(rows), 'answer')}", started)
-        if args.answer_regex:
-            results = [(result(row["answer"], args), result(row["expected"], args)) for row in rows]
-            same = [given == wanted for given, wanted in results if wanted is not None]
-            figures |= {"exact": sum(same) / len(same) if same else None, "exact_of": len(same)}
-        files.append({**figures, "answers": rows[: args.show]})
+        files.append(evaluate_file(path, packs, model, tokenizer, batch_size, args, name))
     return {"model": name, "files": files}
 
 
-def answered(model, tokenizer, pairs: list[tuple], args, device) -> list[dict]:
+def open_tokenizer(name: str, folder: Path, args):
+    """A model's tokenizer, whose template has the flags' variables and date."""
+    tokenizer = load_tokenizer(str(folder))
+    for line in set_variables(tokenizer, args.chat_template_kwargs, args.learn_reasoning):
+        log(f"{name}: {line}")
+    dated = with_date(tokenizer, args.date)
+    if dated is not tokenizer:
+        log(f"{name}: the chat template prints the date, here {args.date}")
+    return dated
+
+
+def evaluate_file(
+    path: str, packs: Packs, model, tokenizer, batch_size: int | None, args, name: str
+) -> dict:
+    """As `evaluate`, of one file. name: of the model."""
+    started = time.perf_counter()
+    count = min(args.rows or len(packs), len(packs))
+    loss, tokens, right = in_batches(
+        batch_size, model.device, lambda batch: mean_loss(batch, model, packs, count)
+    )
+    log_time(f"{name}: loss of {counted(count, 'document')} of {path}", started)
+    figures = {
+        "file": path,
+        "rows": count,
+        "loss": loss,
+        "tokens": tokens,
+        "perplexity": math.exp(min(loss, 700)),
+        "answered_exactly": right / count,
+    }
+    started = time.perf_counter()
+    asked = count if args.answer_regex else min(args.show, count)
+    pairs = prompts_of(packs, asked, 10**9)
+    rows = answered(model, tokenizer, pairs, batch_size, args.max_new_tokens)
+    if rows:
+        log_time(f"{name}: {counted(len(rows), 'answer')}", started)
+    if args.answer_regex:
+        same = []
+        for row in rows:
+            wanted = result(row["expected"], args)
+            if wanted is not None:
+                same.append(result(row["answer"], args) == wanted)
+        figures["exact"] = sum(same) / len(same) if same else None
+        figures["exact_of"] = len(same)
+    return figures | {"answers": rows[: args.show]}
+
+
+def answered(
+    model, tokenizer, pairs: list[tuple], batch_size: int | None, max_new_tokens: int
+) -> list[dict]:
     """The text of each prompt, of the model's answer and of the expected one. pairs: (prompt,
     expected), in token ids."""
     if not pairs:
         return []
-    how = model, tokenizer, [prompt for prompt, _ in pairs], args.max_new_tokens
-    answers = in_batches(args, device, answers_of, *how)
+    prompts = [prompt for prompt, _ in pairs]
+    answers = in_batches(
+        batch_size,
+        model.device,
+        lambda batch: answers_of(batch, model, tokenizer, prompts, max_new_tokens),
+    )
     decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
     question = question_reader(tokenizer)
-    return [
-        {"prompt": question(prompt), "answer": decode(given), "expected": decode(expected)}
-        for (prompt, expected), given in zip(pairs, answers, strict=True)
-    ]
+    rows = []
+    for (prompt, expected), given in zip(pairs, answers, strict=True):
+        row = {"prompt": question(prompt), "answer": decode(given), "expected": decode(expected)}
+        rows.append(row)
+    return rows
 
 
-def say(what: str, started: float) -> None:
-    print(f"{what} in {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
+def log(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
-def in_batches(args, device, function, *rest):
-    """Call function(batch_size, *rest) with --batch_size, or the largest that fits in memory."""
-    if args.batch_size or device.type == "cpu":
-        return function(args.batch_size or 32, *rest)
-    return find_executable_batch_size(function, starting_batch_size=256)(*rest)
+def log_time(what: str, started: float) -> None:
+    log(f"{what} in {time.perf_counter() - started:.1f} s")
+
+
+def in_batches(batch_size: int | None, device: torch.device, work: Callable):
+    """Call work(batch_size), by default with the largest size that fits in memory."""
+    if batch_size or device.type == "cpu":
+        return work(batch_size or 32)
+    return find_executable_batch_size(work, starting_batch_size=256)()
 
 
 def batches(lengths: list[int], max_documents: int, what: str):
@@ -250,14 +303,15 @@ def mean_loss(batch: int, model, packs: Packs, count: int) -> tuple[float, int, 
         # np.stack copies: a row has the model's full length, maybe 100 times the document's
         documents = [np.stack([t[:longest] for t in packs.row(i)[:2]]) for i in rows]
         ids, labels = torch.from_numpy(np.stack(documents, axis=1))
-        ids = ids.to(model.device)
         index, targets = label_positions(labels)
         answers = torch.unique_consecutive(index // longest, return_inverse=True)[1]
         index, targets, answers = (t.to(model.device) for t in (index, targets, answers))
-        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
-        hidden = hidden / getattr(model.config, "logits_scaling", 1)  # Granite
+        output = model.model(input_ids=ids.to(model.device), use_cache=False)
+        hidden = output.last_hidden_state / getattr(model.config, "logits_scaling", 1)  # Granite
         loss, misses = score(hidden, model.lm_head.weight, index, targets, answers).tolist()
-        total, wrong, tokens = total + loss, wrong + round(misses), tokens + len(index)
+        total += loss
+        wrong += round(misses)
+        tokens += len(index)
     return total / max(1, tokens), tokens, count - wrong
 
 
@@ -276,8 +330,10 @@ def answers_of(batch: int, model, tokenizer, prompts: list[list[int]], most: int
             attention_mask=padded([torch.ones_like(t) for t in ids]),
             # the longest prompt's answer exceeds the model's positions; the excess is cut off below
             max_new_tokens=min(most, limit - len(prompts[rows[-1]])),
-            do_sample=False, eos_token_id=stop, pad_token_id=pad,
-        )  # fmt: skip
+            do_sample=False,
+            eos_token_id=stop,
+            pad_token_id=pad,
+        )
         for i, tokens in zip(rows, out[:, len(prompts[rows[0]]) :].tolist(), strict=True):
             ends = [n for n, t in enumerate(tokens) if t in stop]
             answers[i] = tokens[: min([*ends, limit - len(prompts[i])])]
@@ -294,35 +350,49 @@ def result(text: str, args) -> str | None:
 def markdown(results: list[dict]) -> str:
     """A table with one row per file and model, and the first answers side by side."""
     exact = any("exact" in f for r in results for f in r["files"])
-    head = "| file | model | loss | perplexity | tokens | answered exactly |" + " exact |" * exact
-    lines = [head, "|" + "---|" * (6 + exact)]
-    for n in range(len(results[0]["files"])):
-        for r in results:
-            f = r["files"][n]
-            line = f"| {Path(f['file']).name} | {r['model']} | {f['loss']:.4f} |"
-            line += f" {f['perplexity']:.2f} | {f['tokens']:,} | {f['answered_exactly']:.1%} |"
-            if exact:
-                share = "n/a" if f["exact"] is None else f"{f['exact']:.1%} of {f['exact_of']}"
-                line += f" {share} |"
-            lines.append(line)
-    for n, file in enumerate(results[0]["files"]):
-        name, groups = Path(file["file"]).name, {}  # of models that read the same rows
-        for r in results:
-            f = r["files"][n]
-            rows = (f["rows"], *(shown["expected"] for shown in f["answers"]))
-            groups.setdefault(rows, {})[r["model"]] = f["answers"]
-        if len(groups) > 1:
-            of = ", ".join(f"{r['model']} {r['files'][n]['rows']:,}" for r in results)
-            lines += ["", f"The models read different rows of {name} ({of}): a template or a limit "
-                      "of length skips some. Their figures can't be compared."]  # fmt: skip
-        for group in groups.values():
-            of = f" of {', '.join(group)}" * (len(groups) > 1)
-            for k, shown in enumerate(next(iter(group.values()))):
-                lines += ["", f"**{name}, row {k + 1}{of}**"]
-                lines += ["", f"> prompt: {one_line(shown['prompt'])}"]
-                lines += ["", f"- expected: {one_line(shown['expected'])}"]
-                lines += [f"- {m}: {one_line(rows[k]['answer'])}" for m, rows in group.items()]
+    columns = ["file", "model", "loss", "perplexity", "tokens", "answered exactly"]
+    if exact:
+        columns.append("exact")
+    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    files = list(zip(*(r["files"] for r in results), strict=True))  # of each, by model
+    models = [r["model"] for r in results]
+    for of_models in files:
+        for model, f in zip(models, of_models, strict=True):
+            cells = [Path(f["file"]).name, model, f"{f['loss']:.4f}", f"{f['perplexity']:.2f}"]
+            cells += [f"{f['tokens']:,}", f"{f['answered_exactly']:.1%}"]
+            if exact and f["exact"] is None:
+                cells.append("n/a")
+            elif exact:
+                cells.append(f"{f['exact']:.1%} of {f['exact_of']}")
+            lines.append(f"| {' | '.join(cells)} |")
+    for of_models in files:
+        lines += answers_in_markdown(models, of_models)
     return "\n".join(lines) + "\n"
+
+
+def answers_in_markdown(models: list[str], files: tuple[dict, ...]) -> list[str]:
+    """The first answers to a file. files: its figures by each model."""
+    name = Path(files[0]["file"]).name
+    read = [(f["rows"], [shown["expected"] for shown in f["answers"]]) for f in files]
+    together = [(models, files)]
+    lines = []
+    if any(rows != read[0] for rows in read):
+        together = [([model], (f,)) for model, f in zip(models, files, strict=True)]
+        counts = ", ".join(f"{m} {f['rows']:,}" for m, f in zip(models, files, strict=True))
+        lines += [
+            "",
+            f"The models read different rows of {name} ({counts}): a template or a limit of length "
+            "skips some. Their figures can't be compared.",
+        ]
+    for names, figures in together:
+        of = f" of {names[0]}" if len(together) > 1 else ""
+        for k, shown in enumerate(figures[0]["answers"]):
+            lines += ["", f"**{name}, row {k + 1}{of}**"]
+            lines += ["", f"> prompt: {one_line(shown['prompt'])}"]
+            lines += ["", f"- expected: {one_line(shown['expected'])}"]
+            for model, f in zip(names, figures, strict=True):
+                lines.append(f"- {model}: {one_line(f['answers'][k]['answer'])}")
+    return lines
 
 
 def one_line(text: str, most: int = 400) -> str:

@@ -4,7 +4,6 @@ import copy
 import json
 import shutil
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,8 +36,11 @@ def prompts_like(lengths, seed=0):
 
 def answers(model, tokenizer, prompts, *flags):
     args = evaluate.make_parser().parse_args(["--models", "m", "--data", "d", *map(str, flags)])
-    how = model, tokenizer, prompts, args.max_new_tokens
-    return evaluate.in_batches(args, HERE, evaluate.answers_of, *how)
+    return evaluate.in_batches(
+        args.batch_size,
+        HERE,
+        lambda batch: evaluate.answers_of(batch, model, tokenizer, prompts, args.max_new_tokens),
+    )
 
 
 def alone(model, tokenizer, prompt, new):
@@ -77,16 +79,15 @@ def test_answers_end_at_a_stop_token_and_at_the_last_position(model, tokenizer):
 def test_a_batch_that_does_not_fit_is_made_smaller(monkeypatch):
     tried = []
 
-    def work(batch, x):
+    def work(batch):
         tried.append(batch)
         if batch > 100:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
-        return x
+        return "done"
 
-    args = SimpleNamespace(batch_size=None)
-    assert evaluate.in_batches(args, torch.device("cuda"), work, "done") == "done"
+    assert evaluate.in_batches(None, torch.device("cuda"), work) == "done"
     assert tried[0] == 256 and tried[-1] <= 100 < tried[-2]
-    assert evaluate.in_batches(args, torch.device("cpu"), work, 1) == 1 and tried[-1] == 32
+    assert evaluate.in_batches(None, torch.device("cpu"), work) == "done" and tried[-1] == 32
 
 
 def test_batches_take_the_longest_first_and_no_more_than_fit(monkeypatch):
