@@ -10,6 +10,7 @@ import functools
 import re
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from llm_demo.core.errors import UserError
@@ -52,7 +53,7 @@ from llm_demo.data.turns import REFUSALS
 from llm_demo.export import ALONE
 from llm_demo.machine.device import pick_dtype, this_device
 from llm_demo.machine.dist import run
-from llm_demo.machine.text import words_of
+from llm_demo.machine.text import blame
 from llm_demo.model.adapter_folder import open_adapter
 from llm_demo.model.adapters import add_adapter, start_of
 from llm_demo.model.model_folder import load_model, open_model
@@ -72,20 +73,15 @@ def main() -> None:
     check(args)
     with tempfile.TemporaryDirectory() as work:
         model, tokenizer = load(args, Path(work))
-    talk, number = sys.stdin.isatty(), 0
     sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # refused below, by line
+    talk = sys.stdin.isatty()
     begin = [{"role": "system", "content": args.system}] if args.system else []
     messages = begin
     if talk:
         print("ask; an empty line begins anew, /exit or Ctrl-D ends", file=sys.stderr)
-    while True:
-        if talk:
-            print("> ", end="", file=sys.stderr, flush=True)
-        if not (line := sys.stdin.readline()) or talk and line.strip() in ("/exit", "/quit"):
-            return
+    for number, line in enumerate(questions(talk), 1):
         if not line.strip() or not talk:
             messages = begin
-        number += 1
         if not line.strip():
             continue
         messages = [*messages, {"role": "user", "content": line.strip()}]
@@ -101,25 +97,28 @@ def main() -> None:
             messages = begin
 
 
+def questions(talk: bool) -> Iterator[str]:
+    """The lines of standard input; on a terminal (talk) until /exit."""
+    while True:
+        if talk:
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line or talk and line.strip() in ("/exit", "/quit"):
+            return
+        yield line
+
+
 def load(args, work: Path):
     """(the model, its tokenizer). work: a folder for files that are not needed later. Raises
     UserError."""
-    given, adapter = path_of(args.model), None
-    folder = given / "hf"
-    has_weights = (given / "checkpoints").is_dir() or (folder / "config.json").is_file()
-    if is_of_run(given) and has_weights:
-        steps = [int(path.name[-8:]) for path in published(given / "checkpoints")]
-        older = bool(steps) and export_of(folder, max(steps)) != folder
-        if older or not (folder / "config.json").is_file():  # or none, or adapters
-            folder, dtype = work / "model", "fp32" if this_device().type == "cpu" else "bf16"
-            checkpoint = find_checkpoint(str(given), given, ALONE, lambda line: None)
-            merge = bool(checked_facts(checkpoint).get("adapters"))
-            said = export(checkpoint, folder, dtype, merge=merge, base=args.base)
-            _, *notes = said.splitlines()  # the first line names a folder that is not kept
-            print(f"model: {checkpoint}, in {dtype}", *notes, sep="\n", file=sys.stderr)
+    given = path_of(args.model)
+    adapter = None
+    if has_weights(given):
+        folder = export_of_run(given, args.base, work / "model")
     elif (given / "adapter_config.json").is_file() and not (given / "config.json").is_file():
         adapter = open_adapter(str(given))
-        if not (base := args.base or adapter.base):
+        base = args.base or adapter.base
+        if not base:
             raise UserError(f"{given}/adapter_config.json names no base: name it with --base")
         folder = find_model(base)
     elif args.base:
@@ -129,18 +128,40 @@ def load(args, work: Path):
     config, weights = open_model(folder, 1, functools.partial(print, file=sys.stderr))
     if weights is None:
         raise UserError(f"{folder} has no weights: name a trained model or a run")
-    brings = adapter and (given / "tokenizer.json").is_file()
-    tokenizer = load_tokenizer(str(given if brings else folder), args.chat_template)
+    own = adapter and (given / "tokenizer.json").is_file()
+    tokenizer = load_tokenizer(str(given if own else folder), args.chat_template)
     if not tokenizer.chat_template:
         raise UserError(f"{folder} has no chat template: set one with --chat_template FILE")
-    # refuses what is not the model's before its weights are loaded
-    start = adapter and start_of(adapter, ",".join(adapter.targets), config)
+    if adapter:  # refuses what is not the model's before its weights are loaded
+        start = start_of(adapter, ",".join(adapter.targets), config)
     set_variables(tokenizer, args.chat_template_kwargs)
     device = this_device()
     model = load_model(args.model, folder, config, pick_dtype(args.dtype, device)[0])
     if adapter:
         add_adapter(model, adapter, start["read"])
     return model.to(torch.device(device.type)), tokenizer
+
+
+def has_weights(run: Path) -> bool:
+    """Whether this is the folder of a run with checkpoints, or with an export of a model."""
+    return is_of_run(run) and ((run / "checkpoints").is_dir() or (run / "hf/config.json").is_file())
+
+
+def export_of_run(run: Path, base: str | None, out: Path) -> Path:
+    """A run's export of its newest checkpoint, whole; it is written to `out` if the run has none.
+    base: as of `export`."""
+    folder = run / "hf"
+    steps = [int(path.name[-8:]) for path in published(run / "checkpoints")]
+    newest = not steps or export_of(folder, max(steps)) == folder
+    if newest and (folder / "config.json").is_file():  # else it has none, or adapters
+        return folder
+    dtype = "fp32" if this_device().type == "cpu" else "bf16"
+    checkpoint = find_checkpoint(str(run), run, ALONE, lambda line: None)
+    merge = bool(checked_facts(checkpoint).get("adapters"))
+    said = export(checkpoint, out, dtype, merge=merge, base=base)
+    _, *notes = said.splitlines()  # the first line names a folder that is not kept
+    print(f"model: {checkpoint}, in {dtype}", *notes, sep="\n", file=sys.stderr)
+    return out
 
 
 class Answer(TextStreamer):
@@ -162,12 +183,10 @@ class Answer(TextStreamer):
 def answer(model, tokenizer, messages: list[dict], most: int) -> str:
     """The answer to a conversation, of at most `most` tokens, printed as it is generated. Raises
     UserError if the conversation leaves no room for it, or the template refuses it."""
-    try:
+    with blame("the chat template refuses the conversation", *REFUSALS):
         prompt = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
         ).to(model.device)
-    except REFUSALS as e:
-        raise UserError(f"the chat template refuses the conversation: {words_of(e)}") from e
     length, limit = prompt["input_ids"].shape[1], position_limit(model.config)
     if length >= limit:
         raise UserError(
@@ -176,10 +195,13 @@ def answer(model, tokenizer, messages: list[dict], most: int) -> str:
         )
     stop = stop_tokens(tokenizer)
     ids = model.generate(
-        **prompt, do_sample=False, max_new_tokens=min(most, limit - length),
-        eos_token_id=stop, pad_token_id=stop[0],
+        **prompt,
+        do_sample=False,
+        max_new_tokens=min(most, limit - length),
+        eos_token_id=stop,
+        pad_token_id=stop[0],
         streamer=Answer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-    )  # fmt: skip
+    )
     return tokenizer.decode(ids[0, length:], skip_special_tokens=True)
 
 
