@@ -87,7 +87,7 @@ from llm_demo.machine.files import ROOT
 from llm_demo.machine.text import counted
 from llm_demo.memory import (
     CONTEXT_GB,
-    LONG,
+    LONG_DOCUMENT,
     PROCESS,
     USABLE,
     Peak,
@@ -181,11 +181,10 @@ class Choice(NamedTuple):
 
 
 def words_of(flags: dict) -> str:
-    """As tables show flags, in the order of SHORT."""
+    """As tables show flags."""
     words = []
-    for flag, name in SHORT.items():
-        if flag in flags:
-            words.append(name if flags[flag] is True else f"{name} {flags[flag]}".strip())
+    for flag, value in flags.items():
+        words.append(SHORT[flag] if value is True else f"{SHORT[flag]} {value}".strip())
     return ", ".join(words)
 
 
@@ -227,7 +226,7 @@ def savings(config, ask) -> list[Settings]:
     found = [plain, checkpointing]
     if plain.compile and not is_mixture(config):
         found.insert(1, replace(plain, activation_memory_budget=0.6))
-    if ask.seq_len >= LONG:
+    if ask.seq_len >= LONG_DOCUMENT:
         found.append(replace(checkpointing, activations_on_host=True))
     return found
 
@@ -237,7 +236,7 @@ def fsdp_settings(config, ask) -> Iterator[Settings]:
     n_experts, rows, shares = experts_of(config) or 1, [1], [1]
     experts = [n for n in range(1, ask.cards + 1) if ask.cards % n == n_experts % n == 0]
     if not is_hybrid(config):  # which takes whole rows and matrices
-        if ask.seq_len >= LONG:
+        if ask.seq_len >= LONG_DOCUMENT:
             rows = spreads(ask, share_of_heads, heads_of(config))
         if ask.tokens_a_step <= FEW * ask.cards and ask.base_bits == 16:
             shares = spreads(ask, refuse_shares, config)
@@ -322,22 +321,13 @@ def choice_of(config, sizes: Sizes, ask, settings: Settings) -> Choice:
 
 def flags_of(settings: Settings, ask) -> dict:
     """Those that differ from their defaults, and the sizes of batches."""
-    plain = Settings(engine=settings.engine, ranks=settings.ranks)
-    flags = {
-        "micro_batch_size": settings.micro_batch_size,
-        "grad_accum_steps": settings.grad_accum_steps,
-    }
-    if ask.lora_rank:
-        flags["lora_rank"] = ask.lora_rank
-    if ask.base_bits == 4:
-        flags["base_bits"] = 4
+    plain = vars(Settings(engine=settings.engine, ranks=settings.ranks))
+    plain = {**plain, "lora_rank": 0, "base_bits": 16}
+    asked = {**vars(settings), "lora_rank": ask.lora_rank, "base_bits": ask.base_bits}
+    always = ["micro_batch_size", "grad_accum_steps"]
     if settings.stages > 1:
-        flags["schedule"] = settings.schedule
-    for flag in SHORT:
-        value = getattr(settings, flag, None)
-        if value != getattr(plain, flag, None):
-            flags[flag] = value
-    return flags
+        always.append("schedule")
+    return {k: asked[k] for k in SHORT if k in always or asked[k] != plain[k]}
 
 
 def lacking(choice: Choice, ask) -> float:

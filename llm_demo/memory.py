@@ -37,12 +37,12 @@ SCATTERED = 0.04  # of what is allocated: the allocator's free memory between it
 CONTEXT_GB = 1.2  # measured on two H100
 PROCESS = 2.1  # GiB of host memory: Python, PyTorch, CUDA; measured beside 0.6B to 14B on H200
 USABLE = 0.95  # share of a card's memory; the rest is for what the formula leaves out
-LONG = 8192  # tokens of a document from which on attention takes a good part of the forward
-STAY = 2  # inputs of blocks that --activations_on_host leaves on the device
-PIECE = 1 << 14  # tokens that a frozen MLP computes together
+LONG_DOCUMENT = 8192  # tokens from which on attention takes a good part of the forward
+INPUTS_KEPT = 2  # inputs of blocks that --activations_on_host leaves on the device
+MLP_PIECE = 1 << 14  # tokens that a frozen MLP computes together
 STREAMED = 3 << 21  # elements that the host's optimizer has on the device at a time
 UNIT = 64e6  # parameters of a unit of blocks, if one block has fewer
-TOGETHER = 1 << 27  # elements of the matrices that PowerSGD multiplies at a time
+LOW_RANK_BATCH = 1 << 27  # elements of the matrices that PowerSGD multiplies at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,7 +266,7 @@ def saved_bytes(block: Cost, sizes: Sizes, s: Settings) -> float:
 def width_of(block: Cost, s: Settings) -> float:
     """Width of a block's network, less if it is frozen and computed again in pieces."""
     if s.lora and s.use_activation_checkpointing:
-        return block.width * min(1, PIECE / s.tokens)
+        return block.width * min(1, MLP_PIECE / s.tokens)
     return block.width
 
 
@@ -317,7 +317,7 @@ def at_the_loss(sizes: Sizes, s: Settings, flight: dict[int, int]) -> tuple[floa
         each = sum(saved_bytes(block, sizes, s) for block in sizes.blocks) / n
     tokens = held * each
     if s.activations_on_host:
-        tokens -= (n - STAY - 1) * block_input
+        tokens -= (n - INPUTS_KEPT - 1) * block_input
     tokens += s.attention_kept * attention_bytes(sizes, s)
     backward = max(passing_bytes(block, sizes, s) for block in {*sizes.blocks})
     activations = s.tokens * tokens
@@ -364,7 +364,7 @@ def fsdp_moments(
     if s.optimizer_on_host:
         optimizer = STREAMED * state_bytes(s)
     if s.psgd_rank:  # its errors, and two sets of matrices that are multiplied
-        optimizer += 4 * shard + 8 * min(shard, max(TOGETHER, embedding / s.ranks))
+        optimizer += 4 * shard + 8 * min(shard, max(LOW_RANK_BATCH, embedding / s.ranks))
     found = [
         Moment(weights, optimizer, sums, activations, loss),
         Moment(at_end, optimizer, gradients),
@@ -480,7 +480,7 @@ def attention_kept(
 ) -> tuple[int, str]:
     """(how many of the last blocks, if recomputed, keep what attention returned, the reason).
     longest: tokens of a document."""
-    if longest < LONG:
+    if longest < LONG_DOCUMENT:
         return 0, "documents are short"
     if settings.keys:
         return 0, "attention is no fused kernel here"

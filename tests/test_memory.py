@@ -18,6 +18,7 @@ from transformers import LlamaConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 from bench.presets import name_of
 from bench.run import PEERS
+from fsdp import activations_on_host, host_adamw, lowrank, pieces
 from fsdp.by_memory import choose_spread
 from fsdp_pp import orders
 from llm_demo import memory
@@ -190,6 +191,12 @@ def test_moments_in_bf16_take_half():
 def test_errors_of_powersgd_are_counted():
     plain, more = (parts_of(psgd_rank=rank)["optimizer"] for rank in (0, 32))
     assert more - plain == pytest.approx(4 * TOTAL / 2 + 8 * END / 2)
+
+
+def test_constants_are_those_of_the_modules_that_they_describe():
+    assert memory.INPUTS_KEPT == activations_on_host.STAY and memory.MLP_PIECE == pieces.PIECE
+    assert memory.STREAMED == host_adamw.SLOTS * host_adamw.SLICE
+    assert memory.LOW_RANK_BATCH == lowrank.TOGETHER
 
 
 def test_a_frozen_8b_takes_two_bytes_a_weight():
