@@ -53,8 +53,9 @@ from llm_demo.machine.device import DTYPES
 from llm_demo.machine.dist import run as run_script
 from llm_demo.machine.dist import start
 from llm_demo.memory import peaks, report
+from llm_demo.model.check_config import check_experts
 from llm_demo.model.costs import sizes_of
-from llm_demo.run.job import Job, check_experts, run
+from llm_demo.run.job import Job, run
 
 
 def main() -> None:

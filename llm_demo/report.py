@@ -52,9 +52,12 @@ def main(argv: list[str] | None = None) -> None:
     parser = PlainParser(prog="python -m llm_demo.report", description=__doc__.split("\n\n")[0])
     parser.add_argument("runs", nargs="+", type=path_of, metavar="RUN", help="a run's folder")
     parser.add_argument(
-        "--out", type=path_of, default=Path("report.html"), metavar="FILE.html",
+        "--out",
+        type=path_of,
+        default=Path("report.html"),
+        metavar="FILE.html",
         help="replaced only if it is an earlier report; default: report.html",
-    )  # fmt: skip
+    )
     args = parser.parse_args(argv)
     try:
         check_out(args.out)
@@ -121,9 +124,15 @@ def plot_line(axes, run, x: list[float], y: list[float], name: str) -> None:
         low, high = list(map(min, groups)), list(map(max, groups))
         axes.fill_between(x, low, high, color=run.color, alpha=0.25, gid=f"{gid}-range")
     axes.plot(
-        x, y, color=run.color, linestyle=run.dash, linewidth=run.width, gid=gid,
-        marker="o" if len(y) <= 30 else None, markersize=2.5,
-    )  # fmt: skip
+        x,
+        y,
+        color=run.color,
+        linestyle=run.dash,
+        linewidth=run.width,
+        gid=gid,
+        marker="o" if len(y) <= 30 else None,
+        markersize=2.5,
+    )
 
 
 def line_chart(runs: list, name: str, key: str, y_label: str) -> str:
@@ -138,10 +147,17 @@ def line_chart(runs: list, name: str, key: str, y_label: str) -> str:
         if name == "loss":
             heldout = column(run.evals, "eval/loss")
             axes.plot(
-                column(run.evals, "step"), heldout, color=run.color, linewidth=1.1,
-                linestyle=(0, (3, 2)), marker="o" if len(heldout) <= 60 else None, markersize=5,
-                markerfacecolor="white", gid=f"{run.letter}-heldout", zorder=3,
-            )  # fmt: skip
+                column(run.evals, "step"),
+                heldout,
+                color=run.color,
+                linewidth=1.1,
+                linestyle=(0, (3, 2)),
+                marker="o" if len(heldout) <= 60 else None,
+                markersize=5,
+                markerfacecolor="white",
+                gid=f"{run.letter}-heldout",
+                zorder=3,
+            )
             values += finite_of(heldout)
     if not values:
         return ""
@@ -292,19 +308,35 @@ def page(runs: list) -> str:
         }
     template = Environment(autoescape=True, trim_blocks=True).from_string(PAGE.read_text("utf-8"))
     return template.render(
-        marker=MARKER, names=", ".join(str(run.folder) for run in runs), runs=runs, warmup=WARMUP,
-        charts=drawn and charts, untimed=[run.letter for run in drawn if not run.parts],
-        facts=[facts(run, runs[0]) for run in runs], differences=differences(runs), hidden=HIDDEN,
+        marker=MARKER,
+        names=", ".join(str(run.folder) for run in runs),
+        runs=runs,
+        warmup=WARMUP,
+        charts=drawn and charts,
+        untimed=[run.letter for run in drawn if not run.parts],
+        facts=[facts(run, runs[0]) for run in runs],
+        differences=differences(runs),
+        hidden=HIDDEN,
         now=f"{datetime.now():%Y-%m-%d %H:%M:%S}",
-    )  # fmt: skip
+    )
 
 
 CHART = {  # matplotlib's settings
-    "svg.fonttype": "none", "font.size": 11.5, "lines.solid_capstyle": "round",
-    "axes.edgecolor": MUTED, "axes.labelcolor": MUTED, "xtick.color": MUTED, "ytick.color": MUTED,
-    "axes.linewidth": 0.8, "axes.spines.top": False, "axes.spines.right": False,
-    "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": LINE,
-}  # fmt: skip
+    "svg.fonttype": "none",
+    "font.size": 11.5,
+    "lines.solid_capstyle": "round",
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": MUTED,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": LINE,
+}
 
 
 if __name__ == "__main__":

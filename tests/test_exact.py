@@ -12,7 +12,7 @@ from llm_demo.core.attention import make_documents
 from llm_demo.core.decoder import Blocks, DecoderLoss, allocate, fill, skeleton
 from llm_demo.core.loss import score
 from llm_demo.core.rows import answers_of, label_positions, position_ids
-from llm_demo.run.job import generate
+from llm_demo.run.answers import generate
 
 CPU = torch.device("cpu")
 

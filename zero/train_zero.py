@@ -31,10 +31,11 @@ from llm_demo.machine.dist import run as run_script
 from llm_demo.machine.dist import start
 from llm_demo.machine.text import counted
 from llm_demo.memory import check_host, peaks, report, settings_of
+from llm_demo.model.check_config import refuse_experts
 from llm_demo.model.costs import param_count, sizes_of, unit_sizes
 from llm_demo.model.weights_files import loading
 from llm_demo.run.choices import compiles_adamw
-from llm_demo.run.job import Job, refuse_experts, run
+from llm_demo.run.job import Job, run
 
 
 def main() -> None:

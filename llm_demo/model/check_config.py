@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from llm_demo.core.attention import LongRope, rope_of, rope_type
+from llm_demo.core.errors import UserError
 from llm_demo.model.costs import experts_of, mixed_blocks
 from llm_demo.model.families import Family, family_of, is_mixture
 from llm_demo.model.low_bits import why_unread
@@ -150,3 +151,30 @@ def problems_of_rope(config, family: Family) -> Iterator[str]:
             yield f"{name} {value} in rope_parameters is not a number from 1 to {LARGEST:,}"
     if kind == "longrope":
         LongRope(config)  # raises what transformers says
+
+
+def refuse_experts(config) -> None:
+    """Raise UserError if the model has experts, which DeepSpeed's engines do not train exactly."""
+    if is_mixture(config):
+        raise UserError(
+            f"{config.model_type}: only fsdp/train_fsdp.py and fsdp_pp/train_fsdp_pp.py train "
+            "models with experts"
+        )
+
+
+def check_experts(args, config) -> None:
+    """Raise UserError for flags that this model has no use for, or that don't work with it."""
+    name, experts, groups = config.model_type, experts_of(config), args.expert_parallel or 1
+    flags = ("freeze_router", "router_bias_update", "router_aux_loss", "expert_parallel")
+    if not is_mixture(config):
+        for flag in flags:
+            if getattr(args, flag):
+                raise UserError(f"--{flag}: this model has no experts")
+    elif args.router_aux_loss and family_of(config).experts.router_bias:
+        raise UserError(f"--router_aux_loss: {name} balances its load by --router_bias_update")
+    elif args.router_bias_update and not family_of(config).experts.router_bias:
+        raise UserError(f"--router_bias_update: {name} has no bias for its experts")
+    elif args.psgd_rank:
+        raise UserError("--psgd_rank does not work with a mixture of experts")
+    elif experts % groups:
+        raise UserError(f"--expert_parallel {groups} does not divide {experts}, the experts")

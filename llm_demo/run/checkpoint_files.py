@@ -102,7 +102,8 @@ def checked_facts(path: Path) -> dict:
             raise UserError(f"{path} is not a checkpoint of this version: {lack}")
         if name in facts and not fits(facts[name]):
             raise UserError(f"{path}/trainer.json: invalid {name}: {str(facts[name])[:60]!r}")
-    if not _count(rows := facts.get("identity", {}).get("rows of a step", 1), at_least=1):
+    rows = facts.get("identity", {}).get("rows of a step", 1)
+    if not _count(rows, at_least=1):
         raise UserError(f"{path}/trainer.json: invalid rows of a step: {str(rows)[:60]!r}")
     return facts
 
@@ -165,7 +166,8 @@ def manifest_of(path: Path) -> dict[str, tuple[int, str]]:
             raise UserError(f"{name} is not a regular file")
         if status.st_size != size:
             raise UserError(f"{name} has {status.st_size:,} bytes instead of {size:,}")
-    if missing := {".metadata", "trainer.json"} - files.keys():
+    missing = {".metadata", "trainer.json"} - files.keys()
+    if missing:
         raise UserError(f"manifest.json does not list {min(missing)}")
     return files
 
@@ -198,13 +200,15 @@ def find_checkpoint(
     auto = resume == "auto"
     named = run_folder if auto else Path(resume)
     if not auto and from_rank0(world, (named / "manifest.json").exists):
-        if problem := problem_of(named, world, tensors):
+        problem = problem_of(named, world, tensors)
+        if problem:
             raise UserError(f"{named}: {problem}")
         return named
     folder = named / "checkpoints"
     paths = from_rank0(world, lambda: published(folder))
     for path in paths:
-        if not (problem := problem_of(path, world, tensors)):
+        problem = problem_of(path, world, tensors)
+        if not problem:
             return path
         say(f"resume: {path.name} skipped: {problem}")
     if not auto:
@@ -225,12 +229,17 @@ PICKLED = {
     "torch": ("Size",),
     "torch.serialization": ("_get_layout",),
     "torch.distributed.checkpoint.metadata": (
-        "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
-        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     **dict.fromkeys(("pathlib", "pathlib._local"), ("PosixPath", "WindowsPath")),
-}  # fmt: skip
+}
 
 
 class Reader(dcp.FileSystemReader):
@@ -361,7 +370,8 @@ def load(path: Path, tensors: dict, world: World, group=None, say=print) -> None
     saved = shapes_of(path)
     unused = compare_shapes(path, saved, wanted)
     for kind in PSGD:
-        if some := [name for name in unused & saved.keys() if name.endswith(kind)]:
+        some = [name for name in unused & saved.keys() if name.endswith(kind)]
+        if some:
             say(f"resume: {kind} of {len(some)} matrices in the checkpoint is not used")
     tensors = {name: t for name, t in tensors.items() if name not in unused}
     read_tensors(path, tensors, process_group=group)
@@ -385,7 +395,8 @@ def reason_of(error: BaseException, folder: Path | None = None) -> str:
         error = next(iter(error.failures.values()))[0]
     if isinstance(error, pickle.UnpicklingError):  # from torch.load(weights_only=True)
         return "a tensor file holds other objects, which are refused"
-    if reason := disk_full(error, folder):
+    reason = disk_full(error, folder)
+    if reason:
         return reason
     cause = error  # a full disk may appear as a file format error
     while cause and not isinstance(cause, OSError):

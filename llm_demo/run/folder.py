@@ -43,12 +43,31 @@ cd {cwd} || exit
 exec env {nodes} PYTHONUTF8=1 PYTHONPATH={root} {python} -m llm_demo.launch {script} {argv} "$@"
 """
 
-PACKAGES = ("torch", "transformers", "deepspeed", "datasets", "accelerate", "peft", "numpy",
-            "flash_attn", "fla-core")  # fmt: skip
+PACKAGES = (
+    "torch",
+    "transformers",
+    "deepspeed",
+    "datasets",
+    "accelerate",
+    "peft",
+    "numpy",
+    "flash_attn",
+    "fla-core",
+)
 
 # Environment variables to record, by prefix.
-RECORDED = ("NCCL_", "RCCL_", "TORCH_", "PYTORCH_", "OMP_", "CUDA_VIS", "HIP_", "HSA_", "ROCR_",
-            "GPU_MAX_HW_QUEUES")  # fmt: skip
+RECORDED = (
+    "NCCL_",
+    "RCCL_",
+    "TORCH_",
+    "PYTORCH_",
+    "OMP_",
+    "CUDA_VIS",
+    "HIP_",
+    "HSA_",
+    "ROCR_",
+    "GPU_MAX_HW_QUEUES",
+)
 
 
 def choose_folder(args, script: str) -> Path:
@@ -91,9 +110,20 @@ def is_run(folder: Path) -> bool:
 
 # What a run writes in its folder, and --overwrite deletes.
 WRITTEN = (
-    "cmd.sh", "config.json", "env.json", "metrics.jsonl", "train.log", "summary.json",
-    "profile.txt", "trace_rank*.json.gz", "checkpoints", "model", "hf", "tb", "wandb",
-)  # fmt: skip
+    "cmd.sh",
+    "config.json",
+    "env.json",
+    "metrics.jsonl",
+    "train.log",
+    "summary.json",
+    "profile.txt",
+    "trace_rank*.json.gz",
+    "checkpoints",
+    "model",
+    "hf",
+    "tb",
+    "wandb",
+)
 
 
 def delete_run(folder: Path) -> None:
@@ -222,10 +252,13 @@ def describe_run(folder: Path, settings: dict, world) -> None:
     given["NPROC_PER_NODE"] = world.local_size
     path = folder.absolute()
     words = {
-        "folder": path, "moved": f"error: this run was moved from {path}: add --output_dir",
-        "cwd": os.getcwd(), "root": ROOT, "python": sys.executable,
+        "folder": path,
+        "moved": f"error: this run was moved from {path}: add --output_dir",
+        "cwd": os.getcwd(),
+        "root": ROOT,
+        "python": sys.executable,
         "script": os.path.abspath(sys.argv[0]),
-    }  # fmt: skip
+    }
     words = {name: shlex.quote(str(word)) for name, word in words.items()}
     words["nodes"] = " ".join(f"{name}={value}" for name, value in given.items())
     # in place, since it is locked; paths as the system has them, whatever the locale
@@ -284,9 +317,15 @@ def read_records(file: Path) -> tuple[list[tuple[str, dict]], int]:
     """([(line, its record)], number of lines without one) of a metrics.jsonl. Raises UserError for
     a pipe or a device, OSError if it can't be read."""
     lines = [line for line in read_text(file).split("\n") if line.strip()]
-    records = [(line, record) for line in lines if isinstance(record := parse(line), dict)]
-    kept = [(line, r) for line, r in records if type(n := r.get("step")) is int and 0 <= n < 2**53]
+    records = [(line, parse(line)) for line in lines]
+    kept = [(line, record) for line, record in records if is_record(record)]
     return kept, len(lines) - len(kept)
+
+
+def is_record(value) -> bool:
+    """Whether this is an object with a step."""
+    step = value.get("step") if isinstance(value, dict) else None
+    return type(step) is int and 0 <= step < 2**53
 
 
 def parse(text: str):

@@ -66,9 +66,14 @@ class Records:
     first_step: the last step before this process. dtype: the compute dtype."""
 
     def __init__(
-        self, args: Args, world: World, log: Log, first_step: int, max_steps: int,
+        self,
+        args: Args,
+        world: World,
+        log: Log,
+        first_step: int,
+        max_steps: int,
         dtype: torch.dtype,
-    ):  # fmt: skip
+    ):
         self.args, self.world, self.log = args, world, log
         self.max_steps = max_steps
         device = this_device(world.device.index or 0)
@@ -98,9 +103,15 @@ class Records:
         return bool(of_profile) or step % self.args.log_every == 0 or step == self.max_steps
 
     def add(
-        self, step: int, n_tokens: int, n_labels: int, lr: float,
-        read: Callable[[], Timings] | None, loss: torch.Tensor, norm: torch.Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        step: int,
+        n_tokens: int,
+        n_labels: int,
+        lr: float,
+        read: Callable[[], Timings] | None,
+        loss: torch.Tensor,
+        norm: torch.Tensor,
+    ) -> None:
         """Add optimizer step `step` (from 1). Raises UserError, on every rank, after
         MAX_SKIPPED_STEPS consecutive steps with a non-finite loss or norm.
 
@@ -161,8 +172,9 @@ class Records:
 
     def _log_step(self, step: int, tokens: int, label_tokens: int, lr: float, read) -> None:
         t = read()
-        numbers = {name: value if name == "moe/load" else float(value)
-                   for name, value in t.numbers.items()}  # fmt: skip
+        numbers = {
+            name: value if name == "moe/load" else float(value) for name, value in t.numbers.items()
+        }
         loss, norm = numbers.pop("loss"), numbers.pop("norm")
         mine = [loss, *t.memory, t.busy, t.exposed, t.doubt, t.data]
         ranks, wait = self.gather.step(mine, t.operations)
@@ -194,7 +206,8 @@ class Records:
             "data/label_tokens": label_tokens,
             "data/fill": t.counts["tokens"] / t.counts["slots"],
         }
-        if (load := numbers.pop("moe/load", None)) is not None:
+        load = numbers.pop("moe/load", None)
+        if load is not None:
             # for each block: the largest load over the mean, and the share of experts without load
             most, mean = load.max(1).values, load.double().mean(1)
             record["moe/load"] = [round(x, 3) for x in (most / mean).tolist()]
@@ -272,9 +285,15 @@ class Records:
 
 # Parts of the line of a step that a narrow terminal does not show, the first to go first.
 DETAILS = (
-    r" \(.* labels\)", r" \(comm .*\)", "load .*", "gnorm .*", "mfu .*", "lr .*", ".* tok/s.*",
+    r" \(.* labels\)",
+    r" \(comm .*\)",
+    "load .*",
+    "gnorm .*",
+    "mfu .*",
+    "lr .*",
+    ".* tok/s.*",
     "mem .*",
-)  # fmt: skip
+)
 
 
 def beyond_terminal(fields: list[str]) -> tuple[str, ...]:
@@ -317,7 +336,8 @@ class Gather:
         changed = names != self.keys
         times = [] if changed else [ms for span in operations.values() for ms in span]
         longest = 2 * max(map(len, self.all_keys))
-        rows = self.floats([changed, *mine, *times, *[0.0] * (longest - len(times))])
+        padding = [0.0] * (longest - len(times))
+        rows = self.floats([changed, *mine, *times, *padding])
         if any(row[0] for row in rows):
             self.keys, self.all_keys = names, [None] * self.world.size
             dist.all_gather_object(self.all_keys, self.keys)
@@ -346,11 +366,15 @@ def summarise(
     times_of_ranks = {key: [round(ms, 3) for ms in of_ranks(steps, key)] or None for key in TIMES}
     comm = times_of_ranks["perf/comm_ms"]
     row = (
-        settings["micro_batch_size"], settings["grad_accum_steps"],
-        "T" if settings["use_activation_checkpointing"] else "F", settings["dtype"],
-        f"{medians['step_ms']:.0f}", f"{max(comm):.0f}" if comm else "n/a",
-        f"{medians['slots_per_s']:.0f}", " / ".join(f"{m:.1f}" for m in peaks_of(records[-1])),
-    )  # fmt: skip
+        settings["micro_batch_size"],
+        settings["grad_accum_steps"],
+        "T" if settings["use_activation_checkpointing"] else "F",
+        settings["dtype"],
+        f"{medians['step_ms']:.0f}",
+        f"{max(comm):.0f}" if comm else "n/a",
+        f"{medians['slots_per_s']:.0f}",
+        " / ".join(f"{m:.1f}" for m in peaks_of(records[-1])),
+    )
     return {
         "steps": records[-1]["step"],
         "seconds": seconds,

@@ -42,10 +42,16 @@ class Saver:
 
     def __init__(
         self,
-        args: Args, world: World, log: Log, identity: dict, *, copies: bool = False,
-        adapters: dict | None = None, model: dict | None = None,
+        args: Args,
+        world: World,
+        log: Log,
+        identity: dict,
+        *,
+        copies: bool = False,
+        adapters: dict | None = None,
+        model: dict | None = None,
         describe: Callable[[], None] = lambda: None,
-    ):  # fmt: skip
+    ):
         self.args, self.world, self.log = args, world, log
         self.identity, self.copies, self.describe = identity, copies, describe
         self.adapters, self.model = adapters, model or {}
@@ -70,7 +76,8 @@ class Saver:
             self.facts = from_rank0(world, lambda: checkpoint_files.checked_facts(self.path))
             self.first_step = self.facts["step"]
             refuse_other_adapters(self.path, self.facts.get("adapters"), self.adapters)
-            if start := (self.adapters or {}).get("start"):
+            start = (self.adapters or {}).get("start")
+            if start:
                 log.say(not_started(self.facts["adapters"].get("start"), start))
             self._compare_models()
             self._compare()
@@ -97,7 +104,8 @@ class Saver:
         """Raise UserError if the checkpoint is of different rows; log settings that differ."""
         # "reading": counts that the checksum of tokens and labels has replaced
         before = {k: v for k, v in self.facts.get("identity", {}).items() if k != "reading"}
-        if changes := differences(before, self.identity):
+        changes = differences(before, self.identity)
+        if changes:
             text = f"{self.path} was trained on different rows: {'; '.join(changes)}"
             advice = self._as_many_rows(before)
             if any("data file" in change for change in changes):
@@ -245,14 +253,16 @@ class Saver:
 
     def _refuse_non_finite(self, step: int, tensors: dict) -> None:
         """Raise UserError, on all ranks, if any rank has a non-finite weight or moment."""
-        local = {name: part for name, t in tensors.items() if (part := local_part(t)).numel()}
+        local = {name: local_part(t) for name, t in tensors.items()}
+        local = {name: part for name, part in local.items() if part.numel()}
         mine = None
         if local:  # a rank may hold none
             largest = torch._foreach_norm([*local.values()], math.inf)
             finite = torch.stack(largest).isfinite().tolist()
             mine = next((name for name, f in zip(local, finite, strict=True) if not f), None)
         ranks = on_all_ranks(lambda: mine, self.world, self.group)
-        if name := next(filter(None, ranks), None):
+        name = next(filter(None, ranks), None)
+        if name:
             raise UserError(
                 f"step {step}: {name} is not finite, so no checkpoint is written: try a lower --lr "
                 f"or --dtype fp32; {last_checkpoint(self.log.folder)}"
@@ -272,9 +282,11 @@ class Saver:
         if self.published:
             (path, size, seconds, stall), self.published = self.published, None
             record = {
-                "step": int(path.name[-8:]), "save/bytes": size,
-                "save/seconds": round(seconds, 3), "save/stall_s": round(stall, 3),
-            }  # fmt: skip
+                "step": int(path.name[-8:]),
+                "save/bytes": size,
+                "save/seconds": round(seconds, 3),
+                "save/stall_s": round(stall, 3),
+            }
             self.log.record(record)
             self.log.say(
                 f"checkpoint: {path}, {size / 1e6:,.0f} MB in {seconds:.2f} s, training paused "
