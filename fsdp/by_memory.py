@@ -47,7 +47,8 @@ def fewest(args, config, compute, train, world) -> tuple[int, str]:
     fitting = [n for n, gb in needed.items() if gb < USABLE * capacity]
     n, why = min(needed, key=needed.get), "takes least memory"
     if fitting:
-        n, why = fitting[0], "the fewest that fit"
+        n = fitting[0]
+        why = "they fit" if n == 1 else "the fewest that fit"
     why += f": about {needed[n]:.0f} of {capacity:.0f} GiB"
     if fitting and n > 1 and not args.reshard_after_forward:
         why += "; all on each rank with --reshard_after_forward may be faster"

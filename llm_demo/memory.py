@@ -450,9 +450,11 @@ def host_bytes(sizes: Sizes, s: Settings) -> float:
         total += state_bytes(s) * share
     if s.activations_on_host:
         total += (len(sizes.blocks) - 1) * s.tokens * sizes.hidden * s.size
-    if offload := s.zero.get("offload_param"):
+    offload = s.zero.get("offload_param")
+    if offload:
         total += pinned(share * s.size, offload) + share * s.size
-    if offload := s.zero.get("offload_optimizer"):
+    offload = s.zero.get("offload_optimizer")
+    if offload:
         buffer = pinned(share * 4, offload)
         total += 2 * buffer + share * 8
         # gradients, or the weights on their way to the device

@@ -340,7 +340,7 @@ def test_experts_are_spread_over_the_fewest_ranks_that_fit(monkeypatch):
     monkeypatch.setattr("fsdp.by_memory.from_rank0", lambda world, function: function())
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     log = SimpleNamespace(say=said.append, resolved=lambda **more: None)
-    for gb, over, why in ((180, 1, "fewest"), (100, 2, "fewest"), (9, 8, "least")):
+    for gb, over, why in ((180, 1, "they fit"), (100, 2, "fewest"), (9, 8, "least")):
         args = flags(device_memory_gb=float(gb), reshard_after_forward=False)
         assert choose_spread(args, config, BF16, FULL, world, log) == over
         assert why in said.pop()

@@ -188,8 +188,8 @@ def is_hybrid(config) -> bool:
 
 def heads_of_rule(config) -> tuple[int, int, int, int]:
     """(heads of keys, heads of values, their widths)."""
-    return (config.linear_num_key_heads, config.linear_num_value_heads,
-            config.linear_key_head_dim, config.linear_value_head_dim)  # fmt: skip
+    heads = config.linear_num_key_heads, config.linear_num_value_heads
+    return (*heads, config.linear_key_head_dim, config.linear_value_head_dim)
 
 
 def _linear_weights(config) -> int:
@@ -258,10 +258,11 @@ def param_count(model: nn.Module) -> int:
 
 
 def heads_of(config) -> Heads:
-    widths = head_size(config), head_size(config)
     if latent(config):
-        widths = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
-    return Heads(config.num_attention_heads, config.num_key_value_heads, *widths)
+        width, values = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    else:
+        width = values = head_size(config)
+    return Heads(config.num_attention_heads, config.num_key_value_heads, width, values)
 
 
 def unit_of(block: Cost) -> int:
@@ -305,5 +306,6 @@ def refuse_shares(config, n: int) -> None:
     if not hasattr(config, "moe_intermediate_size"):  # else see core/tensor.py
         names.append("intermediate_size")
     for name in names:
-        if (count := getattr(config, name)) % n:
+        count = getattr(config, name)
+        if count % n:
             raise UserError(f"--tensor_parallel {n} does not divide {count}, the model's {name}")

@@ -27,10 +27,25 @@ def plan_and_cut(job, replicas: int, where: list[int], refuse: Callable) -> list
 
     job.decide(replicas, refuse_too_many_pieces)
     config, train = job.plan.source.config, job.plan.data.train
-    cost = args.micro_batch_size, train.seq_len, args.use_activation_checkpointing
-    counts = split(config, len(where), args.partition, *cost)
+    micro, checkpointing = args.micro_batch_size, args.use_activation_checkpointing
+    counts = split(
+        config,
+        len(where),
+        args.partition,
+        micro_batch=micro,
+        seq_len=train.seq_len,
+        checkpointing=checkpointing,
+    )
     job.log.resolved(partition=",".join(map(str, counts)))
-    job.log.say(f"pipeline: {describe_split(counts, where, config, *cost)}")
+    shares = describe_split(
+        counts,
+        where,
+        config,
+        micro_batch=micro,
+        seq_len=train.seq_len,
+        checkpointing=checkpointing,
+    )
+    job.log.say(f"pipeline: {shares}")
     return counts
 
 
@@ -40,8 +55,9 @@ def split(
     """Blocks of each piece, of which a stage has one or two. partition: balanced (by `costs`),
     uniform (by number), parameters, or counts such as "18,10". micro_batch: rows. Raises UserError
     if they don't fit the model."""
-    if counts := given_counts(config, pieces, partition):
-        return counts
+    given = given_counts(config, pieces, partition)
+    if given:
+        return given
     n = config.num_hidden_layers
     if partition == "uniform":
         return [n // pieces + (s < n % pieces) for s in range(pieces)]
@@ -103,7 +119,7 @@ def describe_split(
         head = piece == len(counts) - 1
         each[stage] += math.fsum(each_block[at : at + count]) + first * (piece == 0) + last * head
         at += count
-        blocks[stage].append(counted(count, "block") + " + head" * head)
+        blocks[stage].append(counted(count, "block") + (" + head" if head else ""))
     share = ", ".join(
         f"stage {s}: {' and '.join(names)} {x / sum(each):.0%} of the work"
         for s, (names, x) in enumerate(zip(blocks, each, strict=True))
