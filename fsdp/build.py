@@ -110,9 +110,9 @@ def spread_blocks(lm: PreTrainedModel, world: World, layout: Layout) -> ProcessG
     of rows. Returns the group of ranks with slices of the same rows, None if there is none."""
     if layout.expert_parallel > 1:
         keep_part(lm, make_part_mesh(world, layout.expert_parallel))
-    if layout.part.of == 1:
+    if layout.part.count == 1:
         return None
-    parts = make_part_mesh(world, layout.part.of)
+    parts = make_part_mesh(world, layout.part.count)
     row_group = parts.get_group(0)
     if layout.tensor_parallel > 1:
         keep_share(lm, parts)
@@ -164,7 +164,7 @@ def shard(model: DecoderLoss, job, mesh: DeviceMesh) -> None:
 def keep_activations(model: DecoderLoss, job, layout: Layout) -> None:
     """Keep the inputs of units in host memory between forward and backward."""
     args, world, plan = job.args, job.world, job.plan
-    n = plan.data.train.seq_len // layout.part.of
+    n = plan.data.train.seq_len // layout.part.count
     model.on_host = keep_on_host(
         len(model.units), (args.micro_batch_size, n, plan.source.config.hidden_size),
         plan.compute.dtype, world, job.log.say,

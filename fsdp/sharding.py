@@ -22,7 +22,7 @@ from llm_demo.core.errors import UserError
 from llm_demo.core.experts import kept_in_fp32
 from llm_demo.core.mesh import REPLICA, SHARD, World, local_part, make_mesh, on_device
 from llm_demo.core.optim import MOMENTS
-from llm_demo.core.rows import Part
+from llm_demo.core.rows import Slice
 from llm_demo.flags.args import Args
 from llm_demo.model.costs import refuse_shares
 
@@ -33,7 +33,7 @@ class Layout(NamedTuple):
     sharded: bool
     replicas: int
     n_shards: int  # of a replica
-    part: Part  # the slice of each row that this rank holds
+    part: Slice  # the slice of each row that this rank holds
     data_parallel: int  # ranks, or groups with slices of the same rows
     dp_rank: int
     grid: DeviceMesh  # all ranks
@@ -51,14 +51,14 @@ def layout_of(args: Args, world: World) -> Layout:
     """What the flags mean for this number of ranks. Collective."""
     replicas = world.size if args.replicas == "all" else int(args.replicas)
     n = args.sequence_parallel * args.tensor_parallel  # one of them is 1
-    part = Part(world.rank % n, n)
+    part = Slice(world.rank % n, n)
     n_shards = world.size // replicas
     grid = make_mesh(world, **{REPLICA: replicas, SHARD: n_shards})
     mesh = grid[SHARD] if replicas > 1 and args.psgd_rank else grid
     sharded = args.fsdp
     if sharded is None:
         sharded = world.size > 1 or args.reshard_after_forward
-    over = world.size // part.of, world.rank // part.of
+    over = world.size // part.count, world.rank // part.count
     tensor = args.tensor_parallel
     return Layout(sharded, replicas, n_shards, part, *over, grid, mesh, tensor_parallel=tensor)
 
@@ -66,10 +66,10 @@ def layout_of(args: Args, world: World) -> Layout:
 def refuse_plan(args: Args, layout: Layout, plan) -> None:
     """Raise UserError for what contradicts the plan: its dtype, or its rows."""
     low, seq_len = plan.compute.dtype != torch.float32, plan.data.train.seq_len
-    if seq_len % layout.part.of:
+    if seq_len % layout.part.count:
         flag = "tensor_parallel" if args.tensor_parallel > 1 else "sequence_parallel"
         raise UserError(
-            f"--{flag} {layout.part.of} does not divide {seq_len}, the tokens of a row: set "
+            f"--{flag} {layout.part.count} does not divide {seq_len}, the tokens of a row: set "
             "--seq_len"
         )
     refuse_shares(plan.source.config, args.tensor_parallel)
@@ -86,7 +86,7 @@ def parallelism_of(layout: Layout, args: Args, world: World, say: Callable) -> s
         name = f"FSDP2 with {layout.replicas} replicas"
         if args.psgd_rank:
             name += f", PowerSGD of rank {args.psgd_rank}"
-    n = layout.part.of
+    n = layout.part.count
     if n > 1:
         how = "tensor parallel" if layout.tensor_parallel > 1 else "rows spread"
         name += f", {how} over {n} ranks"

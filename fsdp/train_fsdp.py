@@ -165,7 +165,7 @@ class Fsdp:
         if self.layout.tensor_parallel == 1:  # else attention is given whole rows
             positions = part.of_rows(positions)
         inputs = part.of_rows(batch.input_ids), positions
-        if part.of > 1:
+        if part.count > 1:
             ours, index = part.of_positions(index, shape[1])
             targets, answers = (x if x is None else x[ours] for x in (targets, answers))
         labels = to_device(self.device, index, targets, answers)

@@ -43,7 +43,7 @@ from llm_demo.core.optim import (
     make_adamw,
     set_lr,
 )
-from llm_demo.core.rows import Part, heldout_rows, label_positions, micro_batches, to_device
+from llm_demo.core.rows import Slice, heldout_rows, label_positions, micro_batches, to_device
 from llm_demo.flags.args import Args, parse_args
 from llm_demo.machine.device import DTYPES
 from llm_demo.machine.dist import run as run_script
@@ -111,14 +111,14 @@ class StageLayout(NamedTuple):
     shard: int
     ranks: torch.Tensor  # [stages, n_shards]
     grid: DeviceMesh  # the same
-    part: Part  # the slice of each row that this rank holds
+    part: Slice  # the slice of each row that this rank holds
     data_parallel: int  # ranks of a stage, or groups of them with slices of the same rows
     shares: DeviceMesh | None  # of a stage: shares of each matrix x their shards
     experts: DeviceMesh | None  # of a stage: parts of each block's experts x their shards
 
     @property
     def dp_rank(self) -> int:
-        return self.shard // self.part.of
+        return self.shard // self.part.count
 
 
 def layout_of(args: Args, world: World) -> StageLayout:
@@ -132,9 +132,9 @@ def layout_of(args: Args, world: World) -> StageLayout:
         make_part_mesh(world, n, args.stages) if n and n > 1 else None
         for n in (args.tensor_parallel, args.expert_parallel)
     )
-    part = Part(shard % args.tensor_parallel, args.tensor_parallel)
+    part = Slice(shard % args.tensor_parallel, args.tensor_parallel)
     own = where, n_shards, stage, shard, ranks, grid
-    return StageLayout(*own, part, n_shards // part.of, shares, experts)
+    return StageLayout(*own, part, n_shards // part.count, shares, experts)
 
 
 class ShardedPipeline:
@@ -182,7 +182,7 @@ class ShardedPipeline:
         )
         log.resolved(copy_engines=engines)
         if engines:
-            slots = args.micro_batch_size * plan.data.train.seq_len // self.layout.part.of
+            slots = args.micro_batch_size * plan.data.train.seq_len // self.layout.part.count
             largest = slots * plan.source.config.hidden_size
             links.by_copy_engines(largest, plan.compute.dtype, self.job.timer.comm.call)
         else:
@@ -269,7 +269,7 @@ class ShardedPipeline:
         shape, attn_impl = tuple(batch.input_ids.shape), self.job.plan.compute.attn_impl
         documents = make_documents(batch.cu_seqlens, shape, attn_impl, self.device)
         part = self.layout.part
-        if part.of > 1:
+        if part.count > 1:
             ours, index = part.of_positions(labels[0], shape[1])
             labels = index, *(t[ours] for t in labels[1:])
         ids = part.of_rows(batch.input_ids)
@@ -288,7 +288,7 @@ class ShardedPipeline:
             y = pieces[str(piece)](ids if x is None else x, **others)
             return take(y) if piece == last else y
 
-        slots = plan.data.train.seq_len // self.layout.part.of
+        slots = plan.data.train.seq_len // self.layout.part.count
         shape = micro, slots, plan.source.config.hidden_size
         hidden = shape, plan.compute.dtype
         orders.run_stage(work, last, self.links, hidden, forward, backward)

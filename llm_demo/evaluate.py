@@ -132,9 +132,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from llm_demo.core.decoder import refuse_non_finite
 from llm_demo.core.loss import score
-from llm_demo.core.rows import Packs, label_positions
+from llm_demo.core.rows import Rows, label_positions
 from llm_demo.data.labels import stop_tokens
-from llm_demo.data.packs import load_packs, prompts_of, refuse_unknown_tokens
+from llm_demo.data.packs import load_rows, prompts_of, refuse_unknown_tokens
 from llm_demo.data.questions import question_reader
 from llm_demo.machine.device import pick_dtype, this_device
 from llm_demo.machine.dist import run
@@ -182,9 +182,13 @@ def evaluate(name: str, args, device: torch.device, dtype: torch.dtype) -> dict:
         raise UserError(f"{folder} has no weights: export a run, or name a trained model")
     tokenizer = open_tokenizer(name, folder, args)
     paths, lines = find_files(args.data)
+    data = []
+    for path in paths:
+        rows, more = load_rows(path, tokenizer, data_flags(args))
+        data.append(rows)
+        lines += more
     for line in lines:
         log(line)
-    data = [load_packs(path, tokenizer, data_flags(args), log=log) for path in paths]
     refuse_unknown_tokens(data, config.vocab_size)
     model = load_model(name, folder, config, dtype).to(device)
     for key, weight in model.state_dict().items():
@@ -293,7 +297,7 @@ def batches(lengths: list[int], max_documents: int, what: str):
 
 
 @torch.no_grad()
-def mean_loss(batch: int, model, packs: Packs, count: int) -> tuple[float, int, int]:
+def mean_loss(batch: int, model, packs: Rows, count: int) -> tuple[float, int, int]:
     """(mean of -log p over the learnt tokens, their number, documents in which every learnt token
     is the most likely one) of the first `count` documents. Longest first, padded at the end, which
     causal attention does not see."""

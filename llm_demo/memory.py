@@ -140,7 +140,7 @@ def keys_kept(compute, train) -> float:
         plain = not has_fused_kernels(device)
     if not plain:
         return 0
-    lengths = np.diff(train.doc_start)
+    lengths = train.documents.lengths
     padded = np.minimum(-(-lengths // BUCKET) * BUCKET, train.seq_len)
     return float((padded**2).sum() / lengths.sum())
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from llm_demo.core.decoder import materialise, skeleton
 from llm_demo.core.optim import make_adamw, set_lr
 from llm_demo.core.rows import (
-    Packs,
+    Rows,
     answers_of,
     bounds_of,
     heldout_rows,
@@ -200,7 +200,7 @@ class Pipeline:
         return pairs()
 
 
-def boundaries(packs: Packs, rows) -> torch.Tensor:
+def boundaries(packs: Rows, rows) -> torch.Tensor:
     """cu_seqlens of these rows, see Batch, without reading any tokens."""
     lengths = [packs.lengths(int(row)) for row in rows]
     return torch.from_numpy(bounds_of(lengths, packs.seq_len, packs.max_docs))

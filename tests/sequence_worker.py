@@ -10,7 +10,7 @@ from transformers import Qwen3Config
 
 from llm_demo.core.attention import make_documents
 from llm_demo.core.decoder import Blocks, DecoderLoss, skeleton, spread_rows
-from llm_demo.core.rows import Part, position_ids
+from llm_demo.core.rows import Slice, position_ids
 from llm_demo.core.timer import CommTimer
 from llm_demo.run.choices import fused_kernels
 
@@ -48,7 +48,7 @@ def numbers(ids, labelled, impl, compiled=False, recomputed=False):
 
 
 dist.init_process_group("gloo")
-part = Part(dist.get_rank(), 2)
+part = Slice(dist.get_rank(), 2)
 generator = torch.Generator().manual_seed(1)
 ids = torch.randint(0, 128, (1, S), generator=generator)
 for impl, (changed, labelled) in itertools.product(
@@ -70,7 +70,7 @@ for impl, (changed, labelled) in itertools.product(
 
 def exchanges(*how, **more):
     """What `numbers` returns, and how many exchanges it took."""
-    timer = CommTimer(CPU, part.at, 2)
+    timer = CommTimer(CPU, part.index, 2)
     timer.install()
     found = numbers(*how, **more)
     timer.remove()

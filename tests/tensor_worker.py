@@ -16,7 +16,7 @@ from fsdp.sharding import on_grid, shard_units, sum_not_average
 from llm_demo.core.attention import make_documents
 from llm_demo.core.decoder import DecoderLoss, make_units
 from llm_demo.core.mesh import SHARD, World, make_part_mesh
-from llm_demo.core.rows import Part
+from llm_demo.core.rows import Slice
 from llm_demo.core.tensor import keep_share
 
 SIZES = dict(
@@ -88,7 +88,7 @@ def main(n: int, names: list[str]) -> None:
         sum_not_average(model)
         assert len(owners) == len(list(model.parameters()))
         # this group's rows, and this rank's slice of them
-        groups, part = size // n, Part(rank % n, n)
+        groups, part = size // n, Slice(rank % n, n)
         rows = slice(rank // n * B // groups, (rank // n + 1) * B // groups)
         starts = bounds[(bounds >= rows.start * S) & (bounds <= rows.stop * S)] - rows.start * S
         shape = B // groups, S

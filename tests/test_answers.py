@@ -103,8 +103,8 @@ def test_seq_len_is_what_models_know_by_default(model, tokenizer, tmp_path, monk
     (tmp_path / "x.jsonl").write_text(f'{{"prompt": "a", "completion": "{text}"}}\n')
     seen = []
     monkeypatch.setattr(
-        evaluate, "load_packs",
-        lambda *a, load=evaluate.load_packs, **k: seen.append(load(*a, **k)) or seen[-1],
+        evaluate, "load_rows",
+        lambda *a, load=evaluate.load_rows, **k: seen.append(load(*a, **k)) or seen[-1],
     )  # fmt: skip
     argv = ["evaluate", "--data", tmp_path / "x.jsonl", "--show", 1, "--dtype", "fp32"]
 
@@ -112,8 +112,8 @@ def test_seq_len_is_what_models_know_by_default(model, tokenizer, tmp_path, monk
         seen.clear()
         monkeypatch.setattr(sys, "argv", [*map(str, [*argv, "--models", *models])])
         evaluate.main()
-        assert all(packs.seq_len == int(packs.token_counts[0]) for packs in seen)
-        return [packs.seq_len for packs in seen]
+        assert all(packs.seq_len == int(packs.token_counts[0]) for packs, _ in seen)
+        return [packs.seq_len for packs, _ in seen]
 
     assert lengths(tmp_path / "m") == [256]
     assert "loss of 1 document of" in capsys.readouterr().err

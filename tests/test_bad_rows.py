@@ -81,7 +81,7 @@ def test_in_every_kind_of_file(tmp_path):
         assert message_of(path).startswith(f"2 bad rows: {path}, row 2: ")
         assert f"; {path}, row 4: " in message_of(path)
         packs = load(path, skip_bad_rows=True)
-        assert len(packs.row_docs) == 2 and packs.doc_row.tolist() == [1, 3]
+        assert len(packs.row_docs) == 2 and packs.documents.row_numbers.tolist() == [1, 3]
 
 
 def test_they_are_skipped_and_counted(tmp_path):
@@ -100,12 +100,12 @@ def test_they_are_skipped_and_counted(tmp_path):
     line = f"data: skipped 2 rows: bad row: completion must be text, not null (first {path}:1)"
     assert line in said
     said.clear()
-    assert load(path, said, skip_bad_rows=True).stats.cache_hit and line in said
+    assert load(path, said, skip_bad_rows=True).documents.stats.cache_hit and line in said
     # the flag is a part of what identifies the rows; without it nothing has changed
-    assert packs.stats.identity["skip_bad_rows"] is True
+    assert packs.documents.identity["skip_bad_rows"] is True
     good = write(tmp_path / "good.jsonl", GOOD)
-    assert load(good).stats.identity["skip_bad_rows"] is None
-    assert not load(good, skip_bad_rows=True).stats.cache_hit
+    assert load(good).documents.identity["skip_bad_rows"] is None
+    assert not load(good, skip_bad_rows=True).documents.stats.cache_hit
 
 
 def test_the_first_row_may_be_bad(tmp_path):

@@ -18,7 +18,7 @@ from tiny_tokenizer import write as write_rows
 from transformers import Qwen3Config
 
 from llm_demo.core.errors import UserError
-from llm_demo.core.rows import Part, collate, order_rows, real_tokens, step_rows
+from llm_demo.core.rows import Slice, collate, order_rows, real_tokens, step_rows
 from llm_demo.data import packs as makers
 from llm_demo.data.packs import best_fit, describe_example, prompts_of
 from llm_demo.data.sources import heldout_beside
@@ -52,11 +52,11 @@ def documents(packs):
             for part, label in zip(np.split(ids, at), np.split(labels, at), strict=True)
         ]
         n_tokens = packs.token_counts[i]
-        assert n_tokens == sum(len(part) for part, _ in parts if part[0] != packs.pad_id)
+        assert n_tokens == sum(len(part) for part, _ in parts if part[0] != packs.documents.pad_id)
         assert packs.label_counts[i] == (labels != -100).sum()
         if n_tokens < packs.seq_len:
             tail, nothing = parts.pop()
-            assert set(tail) == {packs.pad_id} and set(nothing) == {-100}
+            assert set(tail) == {packs.documents.pad_id} and set(nothing) == {-100}
         found += parts
     return found
 
@@ -66,7 +66,7 @@ def test_packs_hold_every_document_once_with_its_labels(tmp_path, pack):
     packs = load(write(tmp_path / "x.jsonl"), pack=pack)
     expected = [golden(f"{text[0]}⟦{text[1:]}<E>⟧") for text in TEXTS]
     assert sorted(documents(packs)) == sorted(expected)
-    assert len(packs.row_docs) == packs.stats.files[0].rows == len(TEXTS)
+    assert len(packs.row_docs) == packs.documents.stats.files[0].rows == len(TEXTS)
     assert packs.token_counts.sum() == sum(len(t) + 1 for t in TEXTS)
     assert packs.label_counts.sum() == sum(map(len, TEXTS))
     if pack:
@@ -93,12 +93,12 @@ def test_eos_as_padding_is_learnt_in_documents_only(tmp_path):
     packs = load(
         write(tmp_path / "x.jsonl", ["abc", "defgh"]), make_tokenizer(pad="<E>"), seq_len=16
     )
-    assert packs.pad_id == 259
+    assert packs.documents.pad_id == 259
     assert packs.row(0)[1].tolist() == [98, 99, 259, -100, 101, 102, 103, 104, 259] + [-100] * 7
 
 
 def test_pad_falls_back_to_eos(tmp_path):
-    assert load(write(tmp_path / "x.jsonl"), make_tokenizer(pad=None)).pad_id == 259
+    assert load(write(tmp_path / "x.jsonl"), make_tokenizer(pad=None)).documents.pad_id == 259
 
 
 LONG = "abcdefghijklmnopqr"  # 19 tokens with eos
@@ -117,8 +117,8 @@ def test_overlong(tmp_path, overlong, pieces):
     file = write(tmp_path / "x.jsonl", [LONG, "xy"])
     packs = load(file, seq_len=8, overlong=overlong, log=said.append)
     assert sorted(documents(packs)) == sorted(golden(piece) for piece in [*pieces, "x⟦y<E>⟧"])
-    assert packs.stats.cut.get("truncate", 0) == (overlong == "truncate")
-    assert packs.stats.cut.get("split", 0) == (overlong == "split")
+    assert packs.documents.stats.cut.get("truncate", 0) == (overlong == "truncate")
+    assert packs.documents.stats.cut.get("split", 0) == (overlong == "split")
     dropped = {"longer than seq_len": 1} if overlong == "drop" else {}
     assert skipped(packs) == dropped
     cut = "1 document longer than 8 tokens was truncated: 11 tokens cut off, 11 of them learnt"
@@ -142,7 +142,7 @@ def test_one_of_a_thing_is_said_in_the_singular(tmp_path):
     said, path = [], write(tmp_path / "x.jsonl", ["a"])
     packs = load(path, seq_len=0, log=said.append)
     assert any("1 document, 2 tokens (1 learnt) in 1 row of 128" in line for line in said)
-    assert packs.stats.seq_len_why.startswith("the only document has at most 2 tokens")
+    assert packs.documents.stats.seq_len_why.startswith("the only document has at most 2 tokens")
     args = SimpleNamespace(
         micro_batch_size=1, grad_accum_steps=1, max_steps=1, num_epochs=1.0, lr=0, warmup_steps=1,
         lr_scheduler="cosine", seed=1, pack_sequences=True,
@@ -237,7 +237,7 @@ def stream_of(rows_of, steps):
 
 def test_longest_document_and_file_order_of_rows(packs):
     docs = [packs.row_docs[a:b] for a, b in itertools.pairwise(packs.row_start)]
-    lengths = np.diff(packs.doc_start)
+    lengths = np.diff(packs.documents.starts)
     assert packs.longest_of_rows().tolist() == [max(lengths[d]) for d in docs]
     assert packs.file_order().tolist() == sorted(range(len(packs)), key=lambda i: min(docs[i]))
     assert any(len(d) > 1 for d in docs) and packs.file_order()[0] != 0
@@ -294,7 +294,7 @@ def test_collate(tmp_path):
     real = real_tokens(batch).view(3, 16)
     assert real.sum(1).tolist() == [6, 0, 16]
     assert real[0, :6].all()
-    slices = [real_tokens(batch, Part(at, 4)).view(3, 4) for at in range(4)]
+    slices = [real_tokens(batch, Slice(at, 4)).view(3, 4) for at in range(4)]
     assert np.concatenate(slices, 1).tolist() == real.tolist()
     with pytest.raises(ValueError, match="max_docs"):
         collate(dataclasses.replace(packs, max_docs=1), [0])
@@ -303,13 +303,13 @@ def test_collate(tmp_path):
 def test_cache_is_keyed_by_content(tmp_path):
     path = write(tmp_path / "x.jsonl")
     first = load(path)
-    assert not first.stats.cache_hit
+    assert not first.documents.stats.cache_hit
     again = load(path)
-    assert again.stats == replace(first.stats, cache_hit=True)
+    assert again.documents.stats == replace(first.documents.stats, cache_hit=True)
     assert documents(again) == documents(first)
     copy = write(tmp_path / "copy.jsonl")
     hit = load(copy)
-    assert hit.stats.cache_hit and hit.stats.files[0].path == copy
+    assert hit.documents.stats.cache_hit and hit.documents.stats.files[0].path == copy
     changed = [
         {"seq_len": 16},
         {"train_on_prompt": True},
@@ -320,11 +320,11 @@ def test_cache_is_keyed_by_content(tmp_path):
         {"tokenizer": make_tokenizer(bos="<B>")},
     ]
     for change in changed:
-        assert not load(path, **change).stats.cache_hit, change
+        assert not load(path, **change).documents.stats.cache_hit, change
     single = load(path, pack=False)  # rows are made of the same documents
-    assert single.stats.cache_hit and len(single) == len(TEXTS)
+    assert single.documents.stats.cache_hit and len(single) == len(TEXTS)
     write(tmp_path / "x.jsonl", [*TEXTS[:-1], "other"])
-    assert not load(path).stats.cache_hit
+    assert not load(path).documents.stats.cache_hit
 
 
 def test_the_same_bytes_are_other_rows_in_another_kind_of_table(tmp_path):
@@ -343,9 +343,9 @@ def test_a_cache_hit_names_the_present_file(tmp_path):
     turns[1]["weight"] = 0
     old = write_rows(tmp_path / "old.jsonl", {"messages": turns[:1]}, {"messages": turns})
     said = [], []
-    built = load(old, seq_len=256, log=said[0].append).stats
+    built = load(old, seq_len=256, log=said[0].append).documents.stats
     (tmp_path / "old.jsonl").rename(tmp_path / "new.jsonl")
-    hit = load(str(tmp_path / "new.jsonl"), seq_len=256, log=said[1].append).stats
+    hit = load(str(tmp_path / "new.jsonl"), seq_len=256, log=said[1].append).documents.stats
     assert hit.cache_hit and built.skipped and built.turns
     hit = [line.replace("; from /", "; cached in /") for line in said[1]]
     assert [line.replace("/old.", "/new.") for line in said[0]] == hit
@@ -375,7 +375,7 @@ def test_a_half_written_build_is_invisible(tmp_path, monkeypatch):
     (tmp_path / "cache/building-dead").mkdir()  # what a killed process leaves
     (tmp_path / "cache/building-dead/meta.json").write_text("{")
     packs = load(path)
-    assert not packs.stats.cache_hit and len(documents(packs)) == len(TEXTS)
+    assert not packs.documents.stats.cache_hit and len(documents(packs)) == len(TEXTS)
 
 
 def test_what_killed_builds_have_left_is_removed(tmp_path):
@@ -413,13 +413,13 @@ def test_the_slower_of_two_builders_uses_the_other_ones_packs(tmp_path, monkeypa
 
 
 def _stats(path):
-    return load(path).stats
+    return load(path).documents.stats
 
 
 def test_another_process_hits_the_cache(tmp_path):
     # The key must not depend on hash seeds, object ids or the order of a set.
     path = write(tmp_path / "x.jsonl")
-    stats = load(path).stats
+    stats = load(path).documents.stats
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.apply(_stats, [path]) == replace(stats, cache_hit=True)
 

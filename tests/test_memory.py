@@ -62,7 +62,9 @@ def settings_of_row(result) -> Settings:
     args = args_with(**{**BEFORE, "data_parallel": given.get("replicas"), **given})
     config, full = config_of(row["model"], args.seq_len), row["data"] == "full"
     lengths = [args.seq_len] if full else DOCUMENTS
-    train = SimpleNamespace(seq_len=args.seq_len, doc_start=np.cumsum([0, *lengths]))
+    train = SimpleNamespace(
+        seq_len=args.seq_len, documents=SimpleNamespace(lengths=np.array(lengths))
+    )
     compute = Compute(DTYPES[args.dtype], args.attn_impl, args.compile, rule="fla")
     chosen = config.num_hidden_layers if args.seq_len > 65_536 and row["data"] != "packed" else 0
     kept = given.get("attention_kept", chosen)
@@ -147,7 +149,9 @@ EIGHT = load_config(ROOT / "models/qwen3-8b", 1024)
 SIZES = sizes_of(EIGHT)
 TOTAL = 8_190_427_136  # without norms
 END = 151_936 * 4096
-FULL = SimpleNamespace(seq_len=1024, longest=1024, doc_start=[0, 1024])
+FULL = SimpleNamespace(
+    seq_len=1024, longest=1024, documents=SimpleNamespace(lengths=np.array([1024]))
+)
 BF16 = Compute(torch.bfloat16, "sdpa", compile=True)
 
 
@@ -371,7 +375,7 @@ def test_when_attention_is_kept():
 def test_fused_attention_does_not_depend_on_varlen_attn(dtype, monkeypatch):
     """PyTorch 2.9 has none, and it takes no fp32, but its SDPA is fused on these cards."""
     monkeypatch.setattr(choices.importlib.util, "find_spec", lambda name: None)
-    train = SimpleNamespace(seq_len=1024, doc_start=np.arange(0, 8193, 1024))
+    train = SimpleNamespace(seq_len=1024, documents=SimpleNamespace(lengths=np.full(8, 1024)))
     for card, keys in ((MI210, 0), (MI300, 0), (MI100, 1024)):
         monkeypatch.setitem(device._planned, "card", card)
         assert memory.keys_kept(Compute(dtype, "bucketed", False), train) == keys

@@ -121,9 +121,9 @@ def test_chat_has_the_system_prompt_that_all_rows_have(folder, tmp_path):
     found = []
     for count in (2, 3, 5):
         write(tmp_path / "x.jsonl", *rows[:count])
-        found.append(packs_of(str(tmp_path / "x.jsonl"), make_tokenizer()).stats.systems)
+        found.append(packs_of(str(tmp_path / "x.jsonl"), make_tokenizer()).documents.stats.systems)
     write(tmp_path / "x.jsonl", {"instruction": "hi", "output": "yo"})
-    found.append(packs_of(str(tmp_path / "x.jsonl"), make_tokenizer()).stats.systems)
+    found.append(packs_of(str(tmp_path / "x.jsonl"), make_tokenizer()).documents.stats.systems)
     assert found == [["a"], ["a", "b"], ["a", "b"], [""]]
 
 

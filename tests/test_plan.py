@@ -54,11 +54,11 @@ def test_a_damaged_pack_is_built_again(tmp_path, how):
     before = [whole.row(i)[0].copy() for i in range(len(whole))]
     RUIN[how](folder)
     again = load(path, said=said, seq_len=64)
-    assert not again.stats.cache_hit
+    assert not again.documents.stats.cache_hit
     assert all((again.row(i)[0] == ids).all() for i, ids in enumerate(before))
     lines = [line for line in said if "is damaged" in line]
     assert len(lines) == 1 and str(folder) in lines[0] and "\n" not in lines[0]
-    assert load(path, seq_len=64).stats.cache_hit
+    assert load(path, seq_len=64).documents.stats.cache_hit
     assert [f.name for f in (tmp_path / "cache").iterdir()] == [folder.name]
 
 

@@ -35,7 +35,7 @@ def test_every_format_is_the_same_conversation(tmp_path, name, data_format):
     path = write(tmp_path / "x.jsonl", SAME_ROW[name])
     packs = load(path, data_format=name if data_format == "explicit" else "auto")
     assert first(packs) == golden(YO)
-    assert packs.stats.files[0].format == name
+    assert packs.documents.stats.files[0].format == name
 
 
 def test_text_is_learnt_whole_and_ends_with_eos(tmp_path):
@@ -157,7 +157,7 @@ def test_pairs_of_columns_that_are_detected(tmp_path, keys):
     if keys in QUESTIONS:  # as Dolly has it
         packs = load(write(tmp_path / "y.jsonl", row | {"context": "c", "input": ""}))
         assert first(packs) == golden(YO.replace("hi", "hi\n\nc"))
-        assert packs.stats.files[0].used == {"context": 1}
+        assert packs.documents.stats.files[0].used == {"context": 1}
 
 
 ROLES = [("User", "Assistant"), ("human", "model"), ("USER", "chatgpt"), (" user ", "bot")]

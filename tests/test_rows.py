@@ -121,14 +121,14 @@ def test_a_turn_marked_so_is_not_learnt(tmp_path, mark, key):
     line = f"data: 1 turn in 1 row is not learnt: {labels.MARKED} (first {path}:1)"
     assert line in said
     said.clear()
-    assert load(path, template, said).stats.cache_hit and line in said
+    assert load(path, template, said).documents.stats.cache_hit and line in said
 
 
 def test_marks_that_cannot_be_done(tmp_path):
     turns = turns_of("hi", "yo")
     turns[0]["weight"] = 1
     packs = load(write(tmp_path / "x.jsonl", {"messages": turns}))
-    assert first(packs) == golden(YO) and list(packs.stats.turns) == [labels.NOT_OURS]
+    assert first(packs) == golden(YO) and list(packs.documents.stats.turns) == [labels.NOT_OURS]
     for bad in (0.5, "no", [1, 0], -1, float("nan")):
         turns[1]["weight"] = bad
         path = write(tmp_path / "x.jsonl", {"messages": turns})
@@ -214,7 +214,7 @@ def test_tool_definitions_of_a_rollout(tmp_path):
     for tools in ({"tool_defs": schema}, {"tool_defs": '[{"name": "f"}]', "tools": schema}):
         path = write(tmp_path / "x.jsonl", PAIR | tools)
         assert first(load(path, TOOLS)) == golden(f"f\n{YO}")
-        assert list(load(path).stats.files[0].unused) == [*reversed(tools)]
+        assert list(load(path).documents.stats.files[0].unused) == [*reversed(tools)]
     for other, message in (([], None), ([{"name": "g"}], "'tools' and 'tool_defs' differ: keep")):
         path = write(tmp_path / "x.jsonl", PAIR | {"tools": other, "tool_defs": schema})
         not_loaded(path, message) if message else load(path)
@@ -279,7 +279,7 @@ def test_one_turn_that_cannot_be_learnt_leaves_the_others(tmp_path):
     turns = turns_of("a", "b<E>c", "hi", "yo")  # the stop token inside an answer
     packs = load(write(tmp_path / "x.jsonl", {"messages": turns}))
     assert first(packs) == golden(f"<S>user\na<E>\n<S>assistant\nb<E>c<E>\n{YO}")
-    assert packs.stats.turns[reasons.ENDS_INSIDE].turns == 1
+    assert packs.documents.stats.turns[reasons.ENDS_INSIDE].turns == 1
 
 
 def test_an_answer_without_a_question_is_context(tmp_path):
@@ -487,7 +487,7 @@ def test_parquet_files_that_are_unlike_json(tmp_path):
             load(path)
     table = {"messages": [None], "prompt": ["a"], "completion": ["b"]}
     pq.write_table(pa.table(table), path)
-    assert load(path).stats.files[0].format == "prompt"
+    assert load(path).documents.stats.files[0].format == "prompt"
 
 
 @pytest.fixture
@@ -548,9 +548,9 @@ def test_a_dataset_of_the_hub(tmp_path, hub, monkeypatch):
     assert first(train) == golden("<S>user\ntrain 0?<E>\n<S>assistant\n⟦0<E>⟧\n")
     said.clear()
     train, heldout = load_both(said, train_json="openai/gsm8k:train[:2]")
-    assert len(train.row_docs) == 2 and heldout is None and not train.stats.cache_hit
+    assert len(train.row_docs) == 2 and heldout is None and not train.documents.stats.cache_hit
     train, heldout = load_both([], train_json="openai/gsm8k", eval_json="openai/gsm8k:train")
-    assert train.stats.cache_hit and len(heldout.row_docs) == 3  # a hit by its rows
+    assert train.documents.stats.cache_hit and len(heldout.row_docs) == 3  # a hit by its rows
     for flags, message in (
         ({"eval_json": "openai/gsm8k"}, "openai/gsm8k: name the split"),
         ({"train_json": "openai/gsm8k:validation"}, "openai/gsm8k:validation: .*failed: .*split"),
@@ -599,8 +599,8 @@ def test_chat_template_is_set_and_kept(tmp_path):
     (tmp_path / "raises.jinja").write_text(raises)  # its rows will show what it takes
     assert load_tokenizer(str(tmp_path / "model"), str(tmp_path / "raises.jinja"))
     for content, message in (
-        ("{% for m in messages %}\n{{ m.role ", r"bad.jinja:2: "),
-        ("{{ messages | upside_down }}", r"bad.jinja:1: No filter named 'upside_down'"),
+        ("{% for m in messages %}\n{{ m.role ", r"bad.jinja: unexpected end"),
+        ("{{ messages | upside_down }}", r"bad.jinja: No filter named 'upside_down'"),
         ("hello", "never uses messages"),
         (b"\xff messages", "codec can't decode"),
         (None, "No such file"),
@@ -629,14 +629,17 @@ def test_seq_len_holds_99_percent(tmp_path):
     rows = [{"text": "a" * (150 if i == 7 else 3)} for i in range(200)]
     path = write(tmp_path / "x.jsonl", *rows)
     packs = load(path, seq_len=0)
-    assert packs.seq_len == 128 and packs.stats.cut.get("truncate", 0) == 1
+    assert packs.seq_len == 128 and packs.documents.stats.cut.get("truncate", 0) == 1
     asked = load(path, seq_len=128)
-    assert not asked.stats.cache_hit
-    for name in ("tokens", "is_label", "doc_start", "row_docs", "row_start", "label_counts"):
+    assert not asked.documents.stats.cache_hit
+    for name in ("row_docs", "row_start", "label_counts"):
         assert (getattr(asked, name) == getattr(packs, name)).all(), name
-    assert asked.stats.identity == packs.stats.identity
+    for name in ("tokens", "is_label", "starts"):
+        ours, others = (getattr(rows.documents, name) for rows in (asked, packs))
+        assert (ours == others).all(), name
+    assert asked.documents.identity == packs.documents.identity
     again = load(path, seq_len=0)
-    assert again.stats.cache_hit and again.seq_len == 128
+    assert again.documents.stats.cache_hit and again.seq_len == 128
     assert load(path, seq_len=0, limit=64).seq_len == 64
 
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, Phi3Config, Qwen3Config
 from bench.checkpoints import tensors
 from llm_demo.core.attention import LongRope
 from llm_demo.core.errors import UserError
-from llm_demo.core.rows import Part
+from llm_demo.core.rows import Slice
 from llm_demo.model.costs import Heads, share_of_heads
 from llm_demo.run import choices
 
@@ -68,7 +68,7 @@ def work(tmp_path_factory):
     how = {"seq_len": parity.SEQ_LEN}
     packed, single = (packs_of(data, tokenizer, pack=pack, **how) for pack in (True, False))
     assert single.longest > 0.8 * parity.SEQ_LEN
-    lengths = np.diff(packed.doc_start)
+    lengths = np.diff(packed.documents.starts)
     assert (lengths <= 24).any() and (lengths > 24).any()  # see LONGROPE
     for name, config in models.items():
         torch.manual_seed(0)
@@ -214,9 +214,9 @@ def test_positions_of_a_slice():
     index = torch.tensor([0, 3, 4, 9, 15, 16, 23, 31])  # two rows of 16
     found = []
     for at in range(4):
-        here, own = Part(at, 4).of_positions(index, 16)
+        here, own = Slice(at, 4).of_positions(index, 16)
         rows = torch.arange(32).view(2, 16)
-        assert torch.equal(Part(at, 4).of_rows(rows).flatten()[own], index[here])
+        assert torch.equal(Slice(at, 4).of_rows(rows).flatten()[own], index[here])
         found += index[here].tolist()
     assert sorted(found) == index.tolist()
 
@@ -235,7 +235,7 @@ def test_longrope_goes_by_the_length_of_the_whole_document():
     hidden = torch.zeros(1)
     whole = rope(hidden, positions, cu)
     for at in range(4):
-        rope.part = Part(at, 4)
+        rope.part = Slice(at, 4)
         tables = rope(hidden, rope.part.of_rows(positions), cu)
         for mine, all_rows in zip(tables, whole, strict=True):
             assert torch.equal(mine, rope.part.of_rows(all_rows))

@@ -140,7 +140,7 @@ def test_rows_of_another_day_are_other_rows(tmp_path):
         tokenizer = with_date(tokenizer, day)
         options = {"seq_len": 64, "cache_dir": str(tmp_path / "cache"), "log": lambda line: None}
         packs = packs_of(str(rows), tokenizer, **options)
-        found.append((packs.stats.identity["chat template"], packs.stats.cache_hit))
+        found.append((packs.documents.identity["chat template"], packs.documents.stats.cache_hit))
     assert found[0][0] == found[2][0] != found[1][0]
     assert [hit for _, hit in found] == [False, False, True]
 

@@ -10,7 +10,7 @@ from unittest import mock
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from llm_demo.data.packs import load_packs
+from llm_demo.data.packs import load_rows
 from llm_demo.flags.args import DataArgs
 
 SPECIAL = {"<B>": 257, "<S>": 258, "<E>": 259, "<P>": 260}  # bos, start of turn, end of turn, pad
@@ -64,11 +64,14 @@ def golden(marked: str) -> tuple[list[int], list[int]]:
 
 
 def packs_of(path, tokenizer, *, pack=True, limit=4096, cache_dir=None, log=print, **flags):
-    """load_packs with these flags, and the others at their defaults."""
+    """load_rows with these flags, and the others at their defaults."""
     flags = DataArgs(pack_sequences=pack, **flags)
     cache = {"LLM_DEMO_CACHE": cache_dir} if cache_dir else {}
     with mock.patch.dict(os.environ, cache):
-        return load_packs(path, tokenizer, flags, limit=limit, log=log)
+        rows, lines = load_rows(path, tokenizer, flags, limit=limit)
+    for line in lines:
+        log(line)
+    return rows
 
 
 def write(path, *rows):
@@ -92,4 +95,4 @@ def first(packs, row=0):
 
 def skipped(packs) -> dict[str, int]:
     """Skipped rows by reason."""
-    return {reason: rows.rows for reason, rows in packs.stats.skipped.items()}
+    return {reason: rows.rows for reason, rows in packs.documents.stats.skipped.items()}

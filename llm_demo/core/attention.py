@@ -324,7 +324,7 @@ class LongRope(nn.Module):
         """(cos, sin) in hidden's dtype, each [B, S, head_dim]. cu_seqlens: int32 [D+1], of whole
         rows."""
         B, S = position_ids.shape
-        slots = torch.arange(B * S * self.part.of, device=cu_seqlens.device)
+        slots = torch.arange(B * S * self.part.count, device=cu_seqlens.device)
         lengths = cu_seqlens.diff()[document_of(slots, cu_seqlens)]  # of each token's document
         lengths = self.part.of_rows(lengths.view(B, -1))
         is_long = (lengths > self.short_up_to)[..., None]

@@ -25,7 +25,7 @@ from llm_demo.core.experts import Routers, blocks_with_experts
 from llm_demo.core.four_bits import FourBits
 from llm_demo.core.loss import cross_entropy_sum, next_tokens, score
 from llm_demo.core.mesh import exchange_rows, known
-from llm_demo.core.rows import Part
+from llm_demo.core.rows import Slice
 
 
 def skeleton(
@@ -208,7 +208,7 @@ def spread_rows(model: PreTrainedModel, group: ProcessGroup) -> None:
     for block in model.model.layers:
         block.self_attn.spread_over = known(group), group.size()
     if isinstance(model.model.rotary_emb, LongRope):
-        model.model.rotary_emb.part = Part(group.rank(), group.size())
+        model.model.rotary_emb.part = Slice(group.rank(), group.size())
 
 
 def attend_spread(impl: str, module, q, k, v, attention_mask, *, documents=None, **kwargs):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from llm_demo.core.optim import lr_at
 from llm_demo.core.rows import (
     Batch,
-    Packs,
+    Rows,
     answers_of,
     heldout_rows,
     label_positions,
@@ -135,7 +135,7 @@ def evaluate(job, engine, step: int) -> bool:
     return True
 
 
-def parts_of(packs: Packs, rows: int) -> Iterator[Packs]:
+def parts_of(packs: Rows, rows: int) -> Iterator[Rows]:
     """`packs` in parts of at most `rows` rows, in order."""
     for begin in range(0, len(packs), rows):
         part = slice(begin, begin + rows)
@@ -148,7 +148,7 @@ def parts_of(packs: Packs, rows: int) -> Iterator[Packs]:
 
 
 def heldout_batches(
-    packs: Packs, dp_rank: int, dp_size: int, micro: int
+    packs: Rows, dp_rank: int, dp_size: int, micro: int
 ) -> Iterator[tuple[Batch, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """(batch, index, targets, answers) of each micro-batch of this data-parallel rank's held-out
     rows. See label_positions and answers_of; all are on the CPU."""
@@ -160,7 +160,7 @@ def heldout_batches(
 
 @torch.no_grad()
 def score_rows(
-    forward: Callable, packs: Packs, dp_rank: int, dp_size: int, micro: int
+    forward: Callable, packs: Rows, dp_rank: int, dp_size: int, micro: int
 ) -> torch.Tensor:
     """What an engine's `score` returns. forward(batch, index, targets, answers): loss.score of a
     micro-batch."""

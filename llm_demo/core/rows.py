@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 IGNORE_INDEX = -100
-_NONE = np.empty(0, np.int64)
 
 
 class Batch(NamedTuple):
@@ -21,50 +20,67 @@ class Batch(NamedTuple):
     n_tokens: torch.Tensor | None = None  # int64 [B], of each row before its padding
 
 
-class Part(NamedTuple):
-    """The slice of every row that a rank holds: number `at` of `of` equal ones."""
+class Slice(NamedTuple):
+    """The slice of every row that a rank holds: number `index` of `count` equal ones."""
 
-    at: int = 0
-    of: int = 1
+    index: int = 0
+    count: int = 1
 
     def of_rows(self, t: torch.Tensor) -> torch.Tensor:
-        """This slice of [B, S]: [B, S / of]."""
-        return t.chunk(self.of, 1)[self.at].contiguous()
+        """This slice of [B, S]: [B, S / count]."""
+        return t.chunk(self.count, 1)[self.index].contiguous()
 
     def of_positions(self, index: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(which of the flat positions `index` [n] of whole rows lie here: bool [n]; their flat
         positions in the slice)."""
-        own = seq_len // self.of
+        own = seq_len // self.count
         row, slot = index // seq_len, index % seq_len
-        here = slot // own == self.at
+        here = slot // own == self.index
         return here, (row * own + slot % own)[here]
 
 
-WHOLE = Part()
+WHOLE = Slice()
 
 
 @dataclass(frozen=True, eq=False)
-class Packs:
-    """Rows of exactly seq_len slots, each holding whole documents and a padding tail."""
+class Documents:
+    """The tokens of all documents, and where each is from."""
 
-    seq_len: int
+    seq_len: int  # the most tokens of a document, and the slots of a row
     pad_id: int
-    max_docs: int  # most documents in one row, or more; a padding tail counts as one
-    label_counts: np.ndarray  # int64 [rows], label tokens of each row
-    token_counts: np.ndarray  # int64 [rows], tokens of each row without padding
-    stats: object  # data.build.Stats: what was read, for the log and the identity
     tokens: np.ndarray  # int32 [all tokens], documents concatenated in file order
     is_label: np.ndarray  # bool [all tokens]
-    doc_start: np.ndarray  # int64 [documents + 1], into tokens
-    doc_labels: np.ndarray  # int64 [documents], label tokens of each
+    starts: np.ndarray  # int64 [documents + 1], into tokens
+    label_counts: np.ndarray  # int64 [documents], label tokens of each
+    file_numbers: np.ndarray  # int64 [documents], of the file that each is from
+    row_numbers: np.ndarray  # int64 [documents], line or row in that file
+    stats: object  # data.build.Stats: what was read, for the log
+    identity: dict  # what they depend on, by name
+
+    @functools.cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each document, int64 [documents]."""
+        return np.diff(self.starts)
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows of exactly seq_len slots, each holding whole documents and a padding tail."""
+
+    documents: Documents
     row_docs: np.ndarray  # int64 [documents], document numbers, row after row, rising in each
     row_start: np.ndarray  # int64 [rows + 1], into row_docs
-    doc_file: np.ndarray  # int64 [documents], number of the file that each is from
-    doc_row: np.ndarray  # int64 [documents], line or row in that file
+    token_counts: np.ndarray  # int64 [rows], tokens of each row without padding
+    label_counts: np.ndarray  # int64 [rows], label tokens of each row
+    max_docs: int  # most documents in one row, or more; a padding tail counts as one
     passes: np.ndarray | None = None  # int64 [passes + 1], where each begins, if they differ
 
     def __len__(self) -> int:
         return len(self.row_start) - 1
+
+    @property
+    def seq_len(self) -> int:
+        return self.documents.seq_len
 
     def row(self, i: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
         """(input_ids [S], labels [S], document lengths) of row i, int64; i = -1 is all padding.
@@ -72,40 +88,43 @@ class Packs:
         Labels are shifted only here: labels[t] is input_ids[t + 1] if that token is a label, else
         -100, so a document's last slot predicts nothing. The lengths sum to S: the padding tail
         counts as a document, without labels."""
-        ids = np.full(self.seq_len, self.pad_id, np.int64)
+        documents = self.documents
+        ids = np.full(self.seq_len, documents.pad_id, np.int64)
         labels = np.full(self.seq_len, IGNORE_INDEX, np.int64)
-        lengths = self.lengths(i)
         at = 0
-        for doc in self._docs(i):
-            span = slice(self.doc_start[doc], self.doc_start[doc + 1])
-            tokens, is_label = self.tokens[span], self.is_label[span]
+        for number in self._docs(i):
+            span = slice(documents.starts[number], documents.starts[number + 1])
+            tokens, is_label = documents.tokens[span], documents.is_label[span]
             end = at + len(tokens)
             ids[at:end] = tokens
             labels[at : end - 1] = np.where(is_label[1:], tokens[1:], IGNORE_INDEX)
             at = end
-        return ids, labels, lengths
+        return ids, labels, self.lengths(i)
 
     def lengths(self, i: int) -> list[int]:
         """Document lengths of row i. They sum to S: a padding tail counts as a document."""
-        docs = self._docs(i)
-        lengths = (self.doc_start[docs + 1] - self.doc_start[docs]).tolist()
-        rest = self.seq_len - sum(lengths)
-        return lengths + [rest] * (rest > 0)
+        lengths = self.documents.lengths[self._docs(i)].tolist()
+        padding = self.seq_len - sum(lengths)
+        if padding:
+            lengths.append(padding)
+        return lengths
 
     def _docs(self, i: int) -> np.ndarray:
-        if not -1 <= i < len(self):
+        if i == -1:
+            return self.row_docs[:0]
+        if not 0 <= i < len(self):
             raise IndexError(f"row {i} of {len(self)}")
-        return self.row_docs[self.row_start[i] : self.row_start[i + 1]] if i >= 0 else _NONE
+        return self.row_docs[self.row_start[i] : self.row_start[i + 1]]
 
     @property
     def longest(self) -> int:
         """Tokens of the longest document, ignoring padding tails."""
-        return int(np.diff(self.doc_start)[self.row_docs].max(initial=0))
+        return int(self.documents.lengths[self.row_docs].max(initial=0))
 
     @functools.cached_property
     def _squares(self) -> np.ndarray:
         """The sum of the squared lengths of each row's documents, fp64 [rows]."""
-        lengths = np.diff(self.doc_start)[self.row_docs].astype(float)
+        lengths = self.documents.lengths[self.row_docs].astype(float)
         return np.add.reduceat(lengths**2, self.row_start[:-1])
 
     def attended(self, rows: np.ndarray) -> float:
@@ -120,7 +139,7 @@ class Packs:
 
     def longest_of_rows(self) -> np.ndarray:
         """Tokens of the longest document of each row, ignoring padding tails, int64 [rows]."""
-        return np.maximum.reduceat(np.diff(self.doc_start)[self.row_docs], self.row_start[:-1])
+        return np.maximum.reduceat(self.documents.lengths[self.row_docs], self.row_start[:-1])
 
     def file_order(self) -> np.ndarray:
         """All rows in the order of the first document of each, pass after pass, int64 [rows]."""
@@ -141,7 +160,7 @@ class Packs:
 
 
 def order_rows(
-    packs: Packs,
+    data: Rows,
     seed: int,
     global_batch: int,
     n_total: int | None = None,
@@ -150,17 +169,17 @@ def order_rows(
 ) -> Callable[[int], np.ndarray]:
     """The rows of a run: step_rows as a function of the step alone.
 
-    shuffle False: Packs.file_order in every epoch. length_warmup: number of steps at the start
+    shuffle False: Rows.file_order in every epoch. length_warmup: number of steps at the start
     whose rows are sorted by their longest document, shortest first; equal ones keep their order.
     These steps must end before n_total, so that a run of another length has the same."""
-    order = None if shuffle else packs.file_order()
+    order = None if shuffle else data.file_order()
     of_steps = functools.partial(
-        step_rows, len(packs), seed, n_total=n_total, order=order, passes=packs.passes
+        step_rows, len(data), seed, n_total=n_total, order=order, passes=data.passes
     )
     if not length_warmup:
         return functools.partial(of_steps, global_batch=global_batch)
     rows = of_steps(0, length_warmup * global_batch)
-    longest = packs.longest_of_rows()[rows]
+    longest = data.longest_of_rows()[rows]
     early = rows[np.argsort(longest, kind="stable")].reshape(length_warmup, global_batch)
     return lambda step: early[step] if step < length_warmup else of_steps(step, global_batch)
 
@@ -179,7 +198,7 @@ def step_rows(
     The stream is one seeded permutation of all rows per epoch, or `order`, concatenated. Step k
     takes the global_batch positions from k * global_batch. Ranks and micro-batches slice the
     result, so the split never changes a step, and resuming needs only the step number. From stream
-    position n_total on, rows are -1: see Packs.row. passes: Packs.passes; each epoch then has rows
+    position n_total on, rows are -1: see Rows.row. passes: Rows.passes; each epoch then has rows
     of its own."""
     begin, end = step * global_batch, (step + 1) * global_batch
     if passes is None:
@@ -206,41 +225,41 @@ def _permutation(n_rows: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(n_rows)
 
 
-def collate(packs: Packs, rows) -> Batch:
-    """The Batch of these rows. packs.max_docs fixes the shape of cu_seqlens: its end repeats B * S,
+def collate(data: Rows, rows) -> Batch:
+    """The Batch of these rows. data.max_docs fixes the shape of cu_seqlens: its end repeats B * S,
     which reads as documents of length 0."""
-    ids, labels, lengths = zip(*(packs.row(int(row)) for row in rows), strict=True)
-    if max(map(len, lengths)) > packs.max_docs:
-        raise ValueError(f"a row of {rows} has more documents than max_docs {packs.max_docs}")
+    ids, labels, lengths = zip(*(data.row(int(row)) for row in rows), strict=True)
+    if max(map(len, lengths)) > data.max_docs:
+        raise ValueError(f"a row of {rows} has more documents than max_docs {data.max_docs}")
     ids, labels = np.stack(ids), np.stack(labels)
-    bounds = bounds_of(lengths, packs.seq_len, packs.max_docs)
+    bounds = bounds_of(lengths, data.seq_len, data.max_docs)
     positions = np.arange(ids.size) - np.repeat(bounds[:-1], np.diff(bounds))
     rows = np.asarray(rows)
-    n_tokens = np.where(rows < 0, 0, packs.token_counts[rows]).astype(np.int64)
+    n_tokens = np.where(rows < 0, 0, data.token_counts[rows]).astype(np.int64)
     arrays = ids, labels, positions.reshape(ids.shape), bounds, n_tokens
     return Batch(*map(torch.from_numpy, arrays))
 
 
 def bounds_of(lengths: Sequence[list[int]], seq_len: int, max_docs: int) -> np.ndarray:
-    """cu_seqlens, see Batch. lengths: those of each row's documents, see Packs.row."""
+    """cu_seqlens, see Batch. lengths: those of each row's documents, see Rows.row."""
     ends = list(itertools.accumulate(itertools.chain(*lengths)))
     bounds = np.full(len(lengths) * max_docs + 1, len(lengths) * seq_len, np.int32)
     bounds[: len(ends) + 1] = [0, *ends]
     return bounds
 
 
-def token_counts(packs: Packs, rows: np.ndarray) -> tuple[int, int]:
+def token_counts(data: Rows, rows: np.ndarray) -> tuple[int, int]:
     """(tokens, label tokens) of these rows."""
     rows = rows[rows >= 0]
-    return int(packs.token_counts[rows].sum()), int(packs.label_counts[rows].sum())
+    return int(data.token_counts[rows].sum()), int(data.label_counts[rows].sum())
 
 
 def micro_batches(
-    packs: Packs, rows: np.ndarray, dp_rank: int, dp_size: int, micro: int
+    data: Rows, rows: np.ndarray, dp_rank: int, dp_size: int, micro: int
 ) -> Iterator[Batch]:
     """This data-parallel rank's share of `rows`, in micro-batches of `micro` rows, on the CPU."""
     for group in share_of(rows, dp_rank, dp_size, micro):
-        yield collate(packs, group)
+        yield collate(data, group)
 
 
 def share_of(rows: np.ndarray, dp_rank: int, dp_size: int, micro: int) -> np.ndarray:
@@ -248,12 +267,12 @@ def share_of(rows: np.ndarray, dp_rank: int, dp_size: int, micro: int) -> np.nda
     return rows.reshape(-1, dp_size, micro)[:, dp_rank]
 
 
-def heldout_rows(packs: Packs, dp_size: int, micro: int, at_least: int = 1) -> np.ndarray:
+def heldout_rows(data: Rows, dp_size: int, micro: int, at_least: int = 1) -> np.ndarray:
     """All rows, padded with -1 so that each rank has as many micro-batches, `at_least` or
     more."""
-    count = max(at_least, -(-len(packs) // (dp_size * micro)))
+    count = max(at_least, -(-len(data) // (dp_size * micro)))
     rows = np.full(count * dp_size * micro, -1)
-    rows[: len(packs)] = np.arange(len(packs))
+    rows[: len(data)] = np.arange(len(data))
     return rows
 
 
@@ -275,8 +294,8 @@ def label_positions(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return index, labels.flatten()[index]
 
 
-def real_tokens(batch: Batch, part: Part = WHOLE) -> torch.Tensor:
-    """Which slots of a slice are not padding: bool [B * S / part.of]."""
+def real_tokens(batch: Batch, part: Slice = WHOLE) -> torch.Tensor:
+    """Which slots of a slice are not padding: bool [B * S / part.count]."""
     slots = torch.arange(batch.input_ids.shape[1], device=batch.n_tokens.device)
     return part.of_rows(slots < batch.n_tokens[:, None]).flatten()
 

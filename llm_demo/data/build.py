@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from llm_demo.core.errors import UserError
-from llm_demo.core.rows import Packs
+from llm_demo.core.rows import Documents, Rows
 from llm_demo.data.bad_rows import Bad, BadRows
 from llm_demo.data.labels import Codec, encode, has_variable
 from llm_demo.data.records import TOOLS, RowFormat, keys_of, open_rows
@@ -54,6 +54,10 @@ class LeftOut:
     rows: int = 0
     turns: int = 0
 
+    @property
+    def counts(self) -> str:
+        return f"{counted(self.turns, 'turn')} in {counted(self.rows, 'row')}"
+
 
 @dataclass
 class Stats:
@@ -68,7 +72,6 @@ class Stats:
     systems: list[str] = field(default_factory=list)  # system prompts ("": none), at most two
     seq_len_why: str = ""  # if seq_len was chosen
     cache_hit: bool = False
-    identity: dict = field(default_factory=dict)  # what the rows depend on, by name
 
     @classmethod
     def of(cls, facts: dict) -> "Stats":
@@ -86,52 +89,58 @@ class Stats:
         path = self.files[rows.file].path
         return f"first {path}{place_of(path)}{rows.row}"
 
-    def lines(self, packs, eos: str | None, folder: str) -> Iterator[str]:
-        """What the log says of these packs. eos: what ends an answer if the tokenizer has no chat
+    def lines(self, data: Rows, eos: str | None, folder: str) -> list[str]:
+        """What the log says of these rows. eos: what ends an answer if the tokenizer has no chat
         template, else None. folder: where they are cached."""
+        lines = []
         for file in self.files:
             keys = "/".join(file.keys)
-            yield f"data: {file.path}: {keys} ({file.why}), {counted(file.rows, 'row')}"
+            lines.append(f"data: {file.path}: {keys} ({file.why}), {counted(file.rows, 'row')}")
         for file in self.files:
             if file.used:
                 note = " (its answers are learnt)" if "history" in file.used else ""
-                yield f"data: {file.path}: also used: {_listed(file.used)}{note}"
+                lines.append(f"data: {file.path}: also used: {_listed(file.used)}{note}")
             if file.unused:
-                yield f"data: {file.path}: unused keys: {_listed(file.unused)}"
-        if eos is not None and any(f.format not in ("text", "tokens") for f in self.files):
-            yield (
+                lines.append(f"data: {file.path}: unused keys: {_listed(file.unused)}")
+        if eos is not None and any(file.format not in ("text", "tokens") for file in self.files):
+            lines.append(
                 "data: the tokenizer has no chat template: turns are joined by line breaks and "
                 f"each answer ends with {eos} (--chat_template FILE sets a template)"
             )
-        tokens = int(packs.token_counts.sum())
-        yield (
-            f"data: {counted(len(packs.row_docs), 'document')}, {counted(tokens, 'token')} "
-            f"({packs.label_counts.sum():,} learnt) in {counted(len(packs), 'row')} of "
-            f"{packs.seq_len:,}, {tokens / (len(packs) * packs.seq_len):.1%} filled; "
+        tokens = int(data.token_counts.sum())
+        filled = tokens / (len(data) * data.seq_len)
+        lines.append(
+            f"data: {counted(len(data.row_docs), 'document')}, {counted(tokens, 'token')} "
+            f"({data.label_counts.sum():,} learnt) in {counted(len(data), 'row')} of "
+            f"{data.seq_len:,}, {filled:.1%} filled; "
             f"{'from' if self.cache_hit else 'cached in'} {folder}"
         )
-        for overlong, what in (("truncate", "truncated"), ("split", "split")):
-            if n := self.cut.get(overlong):
-                text = f"{counted(n, 'document')} longer than {packs.seq_len:,} tokens"
-                if lost := self.cut["tokens"]:
-                    learnt = f"{self.cut['learnt']:,} of them learnt"
-                    what += f": {counted(lost, 'token')} cut off, {learnt}"
-                yield f"data: {text} {'was' if n == 1 else 'were'} {what}"
+        if self.cut:
+            lines.append(self._line_on_cut(data.seq_len))
         for reason, n in self.turns.items():
-            turns = f"{counted(n.turns, 'turn')} in {counted(n.rows, 'row')}"
             are = "is" if n.turns == 1 else "are"
-            yield f"data: {turns} {are} not learnt: {reason} ({self.first(n)})"
+            lines.append(f"data: {n.counts} {are} not learnt: {reason} ({self.first(n)})")
         for remark, n in self.remarks.items():
-            turns = f"{counted(n.turns, 'turn')} in {counted(n.rows, 'row')}"
-            yield f"data: {turns}: {remark} ({self.first(n)})"
+            lines.append(f"data: {n.counts}: {remark} ({self.first(n)})")
         for reason, n in self.skipped.items():
-            yield f"data: skipped {counted(n.rows, 'row')}: {reason} ({self.first(n)})"
+            lines.append(f"data: skipped {counted(n.rows, 'row')}: {reason} ({self.first(n)})")
+        return lines
+
+    def _line_on_cut(self, seq_len: int) -> str:
+        what = "truncated" if "truncate" in self.cut else "split"
+        n = self.cut.get("truncate") or self.cut["split"]
+        were = "was" if n == 1 else "were"
+        lost = ""
+        if self.cut["tokens"]:
+            tokens = counted(self.cut["tokens"], "token")
+            lost = f": {tokens} cut off, {self.cut['learnt']:,} of them learnt"
+        return f"data: {counted(n, 'document')} longer than {seq_len:,} tokens {were} {what}{lost}"
 
 
 def write_documents(folder: str, files: list[str], codec: Codec, flags, limit: int) -> None:
     """Write to `folder` the tokens of all documents, one after another, which of them are learnt,
     documents.npy, int64 [4, documents]: tokens, learnt ones, number of the file, and line or row in
-    it, and meta.json. flags, limit: see load_packs. Raises UserError if no row has anything to
+    it, and meta.json. flags, limit: see load_rows. Raises UserError if no row has anything to
     learn."""
     stats = Stats()
     documents = _to_flat(folder, _tokenise(files, codec, flags, stats))
@@ -154,20 +163,32 @@ def write_documents(folder: str, files: list[str], codec: Codec, flags, limit: i
         json.dump({"seq_len": seq_len, "pad_id": pads[0], "stats": stats}, file, default=vars)
 
 
-def read(folder: str) -> Packs:
-    """The documents of a folder that `build` has written, without rows. Their identity is a
-    checksum of tokens and labels. Raises OSError, ValueError and others if it is damaged."""
+def read_documents(folder: str, files: list[str], identity: dict, cache_hit: bool) -> Documents:
+    """The documents of a folder that `build` has written from these files. Raises OSError,
+    ValueError and others if it is damaged. identity: what they depend on; a checksum of tokens and
+    labels is added."""
     sums = verified(folder)
     meta = json.loads(Path(folder, "meta.json").read_text("utf-8"))
-    lengths, doc_labels, doc_file, doc_row = np.load(f"{folder}/documents.npy")
-    stats, (tokens, is_label) = Stats.of(meta["stats"]), _open_flat(folder)
-    stats.identity["tokens and labels"] = "-".join(sums[name] for name in FLAT)
-    return Packs(
-        seq_len=meta["seq_len"], pad_id=meta["pad_id"], stats=stats, tokens=tokens,
-        is_label=is_label, doc_start=np.append(0, np.cumsum(lengths)), doc_labels=doc_labels,
-        doc_file=doc_file, doc_row=doc_row, row_docs=None, row_start=None, token_counts=None,
-        label_counts=None, max_docs=0,
-    )  # fmt: skip
+    stats = Stats.of(meta["stats"])
+    stats.cache_hit = cache_hit
+    for file, path in zip(stats.files, files, strict=True):
+        file.path = path  # the same bytes may have been cached under another name
+    lengths, label_counts, file_numbers, row_numbers = np.load(f"{folder}/documents.npy")
+    tokens, is_label = _open_flat(folder)
+    checksum = "-".join(sums[name] for name in FLAT)
+    seq_len = meta["seq_len"]
+    return Documents(
+        seq_len=seq_len,
+        pad_id=meta["pad_id"],
+        tokens=tokens,
+        is_label=is_label,
+        starts=np.append(0, np.cumsum(lengths)),
+        label_counts=label_counts,
+        file_numbers=file_numbers,
+        row_numbers=row_numbers,
+        stats=stats,
+        identity=identity | {"seq_len": seq_len, "tokens and labels": checksum},
+    )
 
 
 def _open_flat(folder: str) -> tuple[np.ndarray, np.ndarray]:

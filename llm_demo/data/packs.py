@@ -3,7 +3,6 @@
 file -> records (records.py) -> documents (labels.py), memory-mapped from a cache folder (build.py)
 -> rows of exactly seq_len slots -> the rows of step k, and their tensors (core/rows.py)"""
 
-import dataclasses
 import hashlib
 import itertools
 import json
@@ -12,8 +11,8 @@ import os
 import numpy as np
 
 from llm_demo.core.errors import UserError
-from llm_demo.core.rows import IGNORE_INDEX, Packs
-from llm_demo.data.build import LONGEST_DEFAULT, read, write_documents
+from llm_demo.core.rows import IGNORE_INDEX, Documents, Rows
+from llm_demo.data.build import LONGEST_DEFAULT, read_documents, write_documents
 from llm_demo.data.labels import Codec
 from llm_demo.data.sources import content_of, find_files, place_of, suffix_of
 from llm_demo.flags.args import names_of
@@ -24,19 +23,19 @@ from llm_demo.machine.text import counted, progress
 FORMAT = 11  # of a pack; increase it when the same files are read, labelled or stored differently
 SPLIT_SEED = 0  # not --seed, so that runs with other seeds have the same held-out documents
 SHOWN = 400  # tokens from each end of a long example
+DEFAULTS = {"learn_turns": "all", "learn_reasoning": True, "skip_bad_rows": False}
 MOST_DOCUMENTS = 200_000_000  # of all passes of a mixture: a few GB of numbers
 
 
-def load_packs(
+def load_rows(
     train_json: str,
     tokenizer,
     flags,
     split: str | None = None,
     limit: int = LONGEST_DEFAULT,
-    log=print,
-) -> Packs:
-    """Packs of all files that find_files finds. Their documents are built once and then read from
-    the cache, after verifying its checksums; packing them into rows takes a moment.
+) -> tuple[Rows, list[str]]:
+    """(rows of all files that find_files finds, lines for the log). Their documents are built once
+    and then read from the cache, after verifying its checksums; packing them takes a moment.
 
     split: of hub datasets that name none. flags: a DataArgs. Its seq_len 0: fits 99 % of the
     documents, rounded up to a multiple of 128, at most `limit`. pack_sequences: best fit of whole
@@ -44,35 +43,33 @@ def load_packs(
     seq_len tokens: "truncate" keeps the first seq_len; "split" makes pieces of seq_len that do not
     see each other (a piece's first token has no context and is not learnt, and its last slot
     predicts nothing); "drop" skips the document. The cache: $LLM_DEMO_CACHE, else
-    ~/.cache/llm_demo. Any number of processes may build the same packs at once; letting one per
-    node go first saves work. Packs.stats: a Stats.
+    ~/.cache/llm_demo. Any number of processes may build the same documents at once; letting one
+    per node go first saves work.
 
     The commands check the flags; raises UserError for files or tokenizers that can't be used."""
-    files, skipped = find_files(train_json, split)
-    for line in skipped:
-        log(line)
+    files, lines = find_files(train_json, split)
     last_only = flags.learn_turns == "last"
     codec = Codec(tokenizer, flags.train_on_prompt, last_only, flags.learn_reasoning)
     key, identity = _identify(files, codec, flags, limit)
     folder = os.path.join(cache_folder(), f"packs-{key}")
-    packs, problem = _open(folder, files, flags.pack_sequences)
-    hit = packs is not None
-    if problem:
-        log(f"data: the cached pack {folder} is damaged ({problem}); rebuilding it")
-    if not hit:
+    damage = None
+    documents = None
+    if os.path.isdir(folder):
+        documents, damage = _read(folder, files, identity, cache_hit=True)
+    if damage:
+        lines.append(f"data: the cached pack {folder} is damaged ({damage}); rebuilding it")
+    if not documents:
         build(folder, lambda built: write_documents(built, files, codec, flags, limit))
-        packs, problem = _open(folder, files, flags.pack_sequences)
-    if not packs:
+        documents, damage = _read(folder, files, identity, cache_hit=False)
+    if not documents:
         raise UserError(
-            f"{folder} is damaged ({problem}) and could not be replaced: delete it, or set "
+            f"{folder} is damaged ({damage}) and could not be replaced: delete it, or set "
             "LLM_DEMO_CACHE to another folder"
         )
-    packs.stats.cache_hit = hit
-    packs.stats.identity = identity | {"seq_len": packs.seq_len} | packs.stats.identity
+    everything = np.arange(len(documents.lengths))
+    rows = in_rows(documents, [one_pass(documents, everything, flags.pack_sequences)])
     eos = None if codec.template else codec.tokenizer.eos_token
-    for line in packs.stats.lines(packs, eos, folder):
-        log(line)
-    return packs
+    return rows, lines + documents.stats.lines(rows, eos, folder)
 
 
 def _identify(files: list[str], codec: Codec, flags, limit: int) -> tuple[str, dict]:
@@ -82,35 +79,31 @@ def _identify(files: list[str], codec: Codec, flags, limit: int) -> tuple[str, d
     tokenizer = codec.tokenizer
     ids = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, codec.bos]
     specials = json.dumps([tokenizer.special_tokens_map, ids], default=str)
-    contents = list(map(content_of, files))
+    contents = [content_of(file) for file in files]
     identity = {f"content of data file {n}": text[:16] for n, text in enumerate(contents, 1)}
     identity["tokenizer"] = _hash(codec.backend.to_str() + specials)[:16]
     identity["chat template"] = _hash(str(tokenizer.chat_template))[:16]
-    identity |= {name: getattr(flags, name) for name in names_of("rows")}
-    defaults = {"learn_turns": "all", "learn_reasoning": True, "skip_bad_rows": False}
-    for name, default in defaults.items():
-        if identity[name] == default:
-            identity[name] = None  # as checkpoints have it
+    for name in names_of("rows"):
+        value = getattr(flags, name)
+        # checkpoints of runs that did not have these flags hold None
+        identity[name] = None if value == DEFAULTS.get(name) else value
     facts = identity | {"pack_sequences": None, "limit": 0 if flags.seq_len else limit}
-    key = [FORMAT, contents, list(map(suffix_of, files)), facts]
-    return _hash(json.dumps(key))[:24], identity
+    kinds = [suffix_of(file) for file in files]
+    return _hash(json.dumps([FORMAT, contents, kinds, facts]))[:24], identity
 
 
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _open(folder: str, files: list[str], pack: bool) -> tuple[Packs | None, object]:
-    """(the packs in a folder or None, what is wrong with it: None if it does not exist)."""
-    if not os.path.isdir(folder):
-        return None, None
+def _read(
+    folder: str, files: list[str], identity: dict, cache_hit: bool
+) -> tuple[Documents | None, object]:
+    """(the documents in a folder, None), or (None, what is wrong with it)."""
     try:
-        packs = read(folder)
+        return read_documents(folder, files, identity, cache_hit), None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return None, error
-    for file, path in zip(packs.stats.files, files, strict=True):
-        file.path = path  # the same bytes may have been cached under another name
-    return with_rows(packs, [rows_of(packs, np.arange(len(packs.doc_labels)), pack)]), None
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
@@ -154,36 +147,46 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     return row_of
 
 
-def rows_of(packs: Packs, documents: np.ndarray, pack: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The rows of one pass over these documents: (their numbers row after row, how many each row
-    has). pack: several documents in a row."""
-    lengths = np.diff(packs.doc_start)[documents]
-    row_of = best_fit(lengths, packs.seq_len) if pack else np.arange(len(documents))
-    return documents[np.argsort(row_of, kind="stable")], np.bincount(row_of)
+def one_pass(
+    documents: Documents, numbers: np.ndarray, pack: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of one pass over the documents of these numbers: (their numbers row after row, how
+    many each row has). pack: several documents in a row."""
+    row_of = np.arange(len(numbers))
+    if pack:
+        row_of = best_fit(documents.lengths[numbers], documents.seq_len)
+    return numbers[np.argsort(row_of, kind="stable")], np.bincount(row_of)
 
 
-def with_rows(packs: Packs, passes: list[tuple]) -> Packs:
-    """Packs of the same documents in the rows of these passes, each from rows_of."""
-    row_docs, counts = map(np.concatenate, zip(*passes, strict=True))
+def in_rows(documents: Documents, passes: list[tuple[np.ndarray, np.ndarray]]) -> Rows:
+    """The rows of these passes, each from `one_pass`, one after another."""
+    row_docs = np.concatenate([numbers for numbers, _ in passes])
+    counts = np.concatenate([counts for _, counts in passes])
     row_start = np.append(0, np.cumsum(counts))
-    tokens, labels = (
-        np.add.reduceat(n[row_docs], row_start[:-1])
-        for n in (np.diff(packs.doc_start), packs.doc_labels)
+    token_counts = np.add.reduceat(documents.lengths[row_docs], row_start[:-1])
+    has_padding = token_counts < documents.seq_len
+    begins = None
+    if len(passes) > 1:
+        begins = np.append(0, np.cumsum([len(counts) for _, counts in passes]))
+    return Rows(
+        documents=documents,
+        row_docs=row_docs,
+        row_start=row_start,
+        token_counts=token_counts,
+        label_counts=np.add.reduceat(documents.label_counts[row_docs], row_start[:-1]),
+        max_docs=int((counts + has_padding).max()),
+        passes=begins,
     )
-    begins = np.cumsum([0, *(len(rows) for _, rows in passes)])
-    return dataclasses.replace(
-        packs, row_docs=row_docs, row_start=row_start, token_counts=tokens, label_counts=labels,
-        max_docs=int((counts + (tokens < packs.seq_len)).max()),
-        passes=begins if len(passes) > 1 else None,
-    )  # fmt: skip
 
 
-def split_off(packs: Packs, fraction: float, pack: bool) -> tuple[Packs, Packs]:
-    """(packs of the other documents, packs of a random `fraction` of them). A document that was
-    split into pieces stays whole. pack: as in load_packs. Raises UserError if one part is empty."""
-    begins = np.diff((packs.doc_file, packs.doc_row)).any(0)  # else a piece of the one before
-    document_of = np.append(0, np.cumsum(begins))
-    total = int(document_of[-1]) + 1
+def split_off(data: Rows, fraction: float, pack: bool) -> tuple[Rows, Rows]:
+    """(rows of the other documents, rows of a random `fraction` of them). A document that was split
+    into pieces stays whole. pack: as in `one_pass`. Raises UserError if one part is empty."""
+    documents = data.documents
+    # the others are pieces of the one before
+    is_new = np.diff((documents.file_numbers, documents.row_numbers)).any(0)
+    whole = np.append(0, np.cumsum(is_new))  # the number of each piece's document
+    total = int(whole[-1]) + 1
     chosen = round(total * fraction)
     if not 0 < chosen < total:
         raise UserError(
@@ -192,60 +195,71 @@ def split_off(packs: Packs, fraction: float, pack: bool) -> tuple[Packs, Packs]:
         )
     held_out = np.zeros(total, bool)
     held_out[np.random.default_rng(SPLIT_SEED).permutation(total)[:chosen]] = True
-    held_out = held_out[document_of]
-    parts = (np.flatnonzero(~held_out), np.flatnonzero(held_out))
-    return tuple(with_rows(packs, [rows_of(packs, part, pack)]) for part in parts)
+    is_held_out = held_out[whole]
+    train = one_pass(documents, np.flatnonzero(~is_held_out), pack)
+    heldout = one_pass(documents, np.flatnonzero(is_held_out), pack)
+    return in_rows(documents, [train]), in_rows(documents, [heldout])
 
 
 def mix(
-    packs: Packs, weights: list[float], seed: int, pack: bool, epochs: int, rows: int = 0
-) -> Packs:
-    """Packs of several passes, each of other documents: weight times as many of each file as these
-    packs have. weights: of each file. Passes are added until there are `epochs` and `rows` rows.
+    data: Rows, weights: list[float], seed: int, pack: bool, epochs: int, n_rows: int = 0
+) -> Rows:
+    """Rows of several passes, each of other documents: weight times as many of each file as `data`
+    has. weights: of each file. Passes are added until there are `epochs` and `n_rows` rows.
 
     The documents of a file are dealt in a random order, then in another one, and so on; pass e gets
     the next share. So a weight of 2 takes each document twice a pass, and 0.3 takes another 30 % in
     each of three passes. A pass depends on seed and number alone, so a longer run has the same."""
-    available, passes, n_rows = np.sort(packs.row_docs), [], 0
-    files = [available[packs.doc_file[available] == n] for n in range(len(weights))]
+    documents = data.documents
+    available = np.sort(data.row_docs)
+    file_numbers = documents.file_numbers[available]
+    files = [available[file_numbers == n] for n in range(len(weights))]
     a_pass = sum(weight * len(file) for weight, file in zip(weights, files, strict=True))
-    total = max(a_pass * epochs, rows * len(available) / len(packs))
+    total = max(a_pass * epochs, n_rows * len(available) / len(data))
     if total > MOST_DOCUMENTS:
         raise UserError(
             f"--train_json: a pass with the weights {weights} has {a_pass:,.0f} documents, and the "
             f"run takes {total:,.0f}: at most {MOST_DOCUMENTS:,}; give smaller weights, or fewer "
             "steps or epochs"
         )
-    for epoch in itertools.count():
-        documents = [
-            _dealt(documents, weight, [seed, n], epoch)
-            for n, (documents, weight) in enumerate(zip(files, weights, strict=True))
+    passes, made = [], 0
+    while len(passes) < epochs or made < n_rows:
+        shares = [
+            _dealt(file, weights[n], [seed, n], epoch=len(passes)) for n, file in enumerate(files)
         ]
-        chosen = np.sort(np.concatenate(documents))
+        chosen = np.sort(np.concatenate(shares))
         if not len(chosen):
             raise UserError(f"the weights {weights} of --train_json leave no document to train on")
-        passes.append(rows_of(packs, chosen, pack))
-        n_rows += len(passes[-1][1])
-        if epoch + 1 >= epochs and n_rows >= rows:
-            return with_rows(packs, passes)
+        numbers, counts = one_pass(documents, chosen, pack)
+        passes.append((numbers, counts))
+        made += len(counts)
+    return in_rows(documents, passes)
 
 
 def _dealt(documents: np.ndarray, weight: float, seed: list[int], epoch: int) -> np.ndarray:
     """The share of a file's documents that a pass takes."""
     n = len(documents)
-    begin, end = (round(e * weight * n) for e in (epoch, epoch + 1))
-    first, last = begin // max(1, n), -(-end // max(1, n))
-    randoms = [np.random.default_rng([*seed, deal]) for deal in range(first, last)]
-    dealt = [documents[:0], *(random.permutation(documents) for random in randoms)]
-    return np.concatenate(dealt)[begin - first * n : end - first * n]
+    begin = round(epoch * weight * n)
+    end = round((epoch + 1) * weight * n)
+    if begin == end:
+        return documents[:0]
+    first_deal, last_deal = begin // n, (end - 1) // n
+    dealt = [
+        np.random.default_rng([*seed, deal]).permutation(documents)
+        for deal in range(first_deal, last_deal + 1)
+    ]
+    return np.concatenate(dealt)[begin - first_deal * n : end - first_deal * n]
 
 
-def describe_example(packs: Packs, tokenizer, row: int = 0) -> str:
+def describe_example(data: Rows, tokenizer, row: int = 0) -> str:
     """The first document of a row as text, learnt tokens in brackets. Only the beginning and the
     end of a long one."""
-    ids, labels, (n, *_) = packs.row(row)
+    ids, labels, lengths = data.row(row)
+    n = lengths[0]
     is_label = np.append(False, labels[: n - 1] != IGNORE_INDEX)
-    parts = [range(n)] if n <= 2 * SHOWN else [range(SHOWN), range(n - SHOWN, n)]
+    parts = [range(n)]
+    if n > 2 * SHOWN:
+        parts = [range(SHOWN), range(n - SHOWN, n)]
     texts = []
     for part in parts:
         text = ""
@@ -256,38 +270,47 @@ def describe_example(packs: Packs, tokenizer, row: int = 0) -> str:
     return f"\n[... {n - 2 * SHOWN:,} tokens ...]\n".join(texts)
 
 
-def shares_of_files(train: Packs, weights: list[float]) -> list[str]:
+def shares_of_files(train: Rows, weights: list[float]) -> list[str]:
     """Lines on the documents of each file in the first pass of a mixture."""
-    first, lines = train.doc_file[train.row_docs[: train.row_start[train.passes_at[1]]]], []
-    for n, (file, weight) in enumerate(zip(train.stats.files, weights, strict=True)):
-        documents = counted(int((first == n).sum()), "document")
-        lines.append(f"data: {file.path}, weight {weight:g}: {documents} in the first pass")
+    documents = train.documents
+    in_first_pass = train.row_docs[: train.row_start[train.passes_at[1]]]
+    file_numbers = documents.file_numbers[in_first_pass]
+    lines = []
+    for n, file in enumerate(documents.stats.files):
+        count = counted(int((file_numbers == n).sum()), "document")
+        lines.append(f"data: {file.path}, weight {weights[n]:g}: {count} in the first pass")
     return lines
 
 
-def prompts_of(packs: Packs, count: int, most: int) -> list[tuple[list[int], list[int]]]:
-    """(prompt, answer) token lists of the first `count` documents in the packs' rows, in the file's
+def prompts_of(data: Rows, count: int, most: int) -> list[tuple[list[int], list[int]]]:
+    """(prompt, answer) token lists of the first `count` documents of these rows, in the file's
     order, with prompts of at most `most` tokens. An answer is the last run of labels with such a
     prompt: a conversation's last learnt turn, after the turns before it as they are in the file."""
+    documents = data.documents
     pairs = []
-    for doc in np.unique(packs.row_docs):  # a split's packs have the documents of the whole file
+    for number in np.unique(data.row_docs):  # a split has the documents of the whole file
         if len(pairs) == count:
             break
-        start, end = packs.doc_start[doc : doc + 2]
-        ids = packs.tokens[start:end]
-        where = packs.is_label[start + 1 : end].nonzero()[0] + 1  # nothing predicts a first token
-        runs = np.split(where, (np.diff(where) > 1).nonzero()[0] + 1)
-        if runs := [run for run in runs if len(run) and run[0] <= most]:
+        start, end = documents.starts[number : number + 2]
+        ids = documents.tokens[start:end]
+        learnt = documents.is_label[start + 1 : end].nonzero()[0] + 1  # nothing predicts the first
+        runs = np.split(learnt, (np.diff(learnt) > 1).nonzero()[0] + 1)
+        runs = [run for run in runs if len(run) and run[0] <= most]
+        if runs:
             pairs.append((ids[: runs[-1][0]].tolist(), ids[runs[-1]].tolist()))
     return pairs
 
 
-def refuse_unknown_tokens(packs: list[Packs], vocab_size: int) -> None:
+def refuse_unknown_tokens(data: list[Rows], vocab_size: int) -> None:
     """Raise UserError if data given as token ids has one outside the model's vocabulary."""
-    for p in packs:
-        files = [file.path for file in p.stats.files if file.format == "tokens"]
-        if files and (largest := int(p.tokens.max())) >= vocab_size:
-            doc = np.searchsorted(p.doc_start, int(p.tokens.argmax()), "right") - 1
-            path = p.stats.files[p.doc_file[doc]].path
-            where = f"{path}{place_of(path)}{p.doc_row[doc]}"
+    for documents in (rows.documents for rows in data):
+        files = documents.stats.files
+        if not any(file.format == "tokens" for file in files):
+            continue
+        place = int(documents.tokens.argmax())
+        largest = int(documents.tokens[place])
+        if largest >= vocab_size:
+            number = np.searchsorted(documents.starts, place, "right") - 1
+            path = files[documents.file_numbers[number]].path
+            where = f"{path}{place_of(path)}{documents.row_numbers[number]}"
             raise UserError(f"{where}: token {largest}, but the model knows {vocab_size} only")

@@ -358,7 +358,7 @@ def decide_compute(
     among: tuple = IMPLS,
 ) -> tuple[Compute, list[str]]:  # fmt: skip
     """(kernels of attention and experts, and whether to compile; lines). ask(choose): what choose()
-    returns on rank 0. packs: as rows.Packs, of all data. among: as of choose_attention."""
+    returns on rank 0. packs: the Rows of all data. among: as of choose_attention."""
     heads = share_of_heads(heads_of(config), args.sequence_parallel)
     single = all(p.single for p in packs)
     longest = max((p.longest for p in packs), default=0)

@@ -229,7 +229,7 @@ def finish(job: Job, best: Path) -> None:
         log.say(f"held-out rows answered exactly: {before:.1%} before, {after:.1%} after")
     log.say(f"run: {log.folder}")
     settings = argparse.Namespace(**log.settings)
-    systems = job.plan.data.train.stats.systems
+    systems = job.plan.data.train.documents.stats.systems
     system = systems[0] if len(systems) == 1 else ""
     lines = next_steps(log.folder, settings, summary["steps"], best, system)
     log.say("\n".join(["next steps:", *lines]))

@@ -21,11 +21,11 @@ from llm_demo.core.decoder import skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.lora import Lora
 from llm_demo.core.mesh import World
-from llm_demo.core.rows import Packs, order_rows
+from llm_demo.core.rows import Rows, order_rows
 from llm_demo.data.build import LONGEST_DEFAULT
 from llm_demo.data.packs import (
     describe_example,
-    load_packs,
+    load_rows,
     mix,
     refuse_unknown_tokens,
     shares_of_files,
@@ -58,11 +58,11 @@ LONG_ROW = 8192  # tokens of a row above which sample answers have to be asked f
 
 
 class Data(NamedTuple):
-    train: Packs
-    heldout: Packs | None
+    train: Rows
+    heldout: Rows | None
     max_docs: int  # of any row of train or heldout: fixes the shape of cu_seqlens
 
-    def packs(self) -> list[Packs]:
+    def packs(self) -> list[Rows]:
         return [packs for packs in (self.train, self.heldout) if packs]
 
 
@@ -142,7 +142,7 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
         random_weights=earlier.get("random_weights"),  # of a run that is resumed, if known
     )  # fmt: skip
     identity = {
-        **train.stats.identity, "seed": args.seed, "rows of a step": horizon.global_batch,
+        **train.documents.identity, "seed": args.seed, "rows of a step": horizon.global_batch,
         "shuffle": args.shuffle, "length_warmup": args.length_warmup,
     }  # fmt: skip
     fp8 = tell(decide_fp8(args, ask, device, compute, train.seq_len))
@@ -163,24 +163,27 @@ def same_flags(args: Args) -> dict:
 
 def load_data(
     args: Args, world: World, tokenizer, say: Callable, limit=LONGEST_DEFAULT, seq_len=0
-) -> tuple[Packs, Packs | None, str]:
+) -> tuple[Rows, Rows | None, str]:
     """(training rows, held-out rows or None, the held-out file or "none"), built once per node.
 
     seq_len 0: derived from the lengths of the training documents, at most `limit`."""
     eval_json = heldout_file(args)
     train_json, weights = weighted(args.train_json)
 
-    def load(path: str, seq_len: int, split: str | None, skip: bool | None) -> Packs:
+    def load(path: str, seq_len: int, split: str | None, skip: bool | None) -> Rows:
         flags = dataclasses.replace(args, seq_len=seq_len, skip_bad_rows=skip)
-        return load_packs(path, tokenizer, flags, split=split, limit=limit, log=say)
+        rows, lines = once_per_node(
+            world, lambda: load_rows(path, tokenizer, flags, split=split, limit=limit)
+        )
+        for line in lines:
+            say(line)
+        return rows
 
     asked = seq_len or args.seq_len
-    train = once_per_node(
-        world, functools.partial(load, train_json, asked, "train", args.skip_bad_rows)
-    )
+    train = load(train_json, asked, "train", args.skip_bad_rows)
     if not asked:
-        say(f"seq_len: {train.seq_len} ({train.stats.seq_len_why})")
-    train.stats.identity |= {"weights": weights, "eval_fraction": args.eval_fraction}
+        say(f"seq_len: {train.seq_len} ({train.documents.stats.seq_len_why})")
+    train.documents.identity.update(weights=weights, eval_fraction=args.eval_fraction)
     if args.eval_fraction:
         train, heldout = split_off(train, args.eval_fraction, args.pack_sequences)
         n = counted(len(heldout.row_docs), "document")
@@ -189,7 +192,7 @@ def load_data(
     if eval_json == "none":
         say("held-out: none given, so no held-out loss; --eval_fraction 0.1 holds out a tenth")
         return train, None, eval_json
-    heldout = once_per_node(world, functools.partial(load, eval_json, train.seq_len, None, None))
+    heldout = load(eval_json, train.seq_len, None, None)
     learnt, asked = map(contents, (train, heldout))
     for path in sorted(path for path, content in asked.items() if content in learnt.values()):
         say(
@@ -199,20 +202,20 @@ def load_data(
     return train, heldout, eval_json
 
 
-def contents(packs: Packs) -> dict[str, str]:
+def contents(packs: Rows) -> dict[str, str]:
     """The hash of each data file, by its path."""
-    paths, identity = [f.path for f in packs.stats.files], packs.stats.identity
+    paths, identity = [f.path for f in packs.documents.stats.files], packs.documents.identity
     return {path: identity[f"content of data file {n}"] for n, path in enumerate(paths, 1)}
 
 
-def check_data(args: Args, world: World, train: Packs, heldout: Packs | None, config) -> Data:
+def check_data(args: Args, world: World, train: Rows, heldout: Rows | None, config) -> Data:
     """Raises UserError for data that nodes or the model's embedding don't have, and for flags that
     need held-out data without it."""
     if args.early_stopping and not heldout:
         raise UserError("--early_stopping needs held-out data: --eval_json or --eval_fraction")
-    held = {f"held-out {k}": v for k, v in heldout.stats.identity.items()} if heldout else {}
+    held = {f"held-out {k}": v for k, v in heldout.documents.identity.items()} if heldout else {}
     model = {"model configuration": fingerprint(config)}
-    same_on_all_nodes(world, train.stats.identity | held | model)
+    same_on_all_nodes(world, train.documents.identity | held | model)
     packs = [p for p in (train, heldout) if p]
     refuse_unknown_tokens(packs, config.vocab_size)
     max_docs = max(2, *(p.max_docs for p in packs))
@@ -286,8 +289,8 @@ def usual_lr(trained: bool, lora: Lora | None) -> tuple[float, str, int]:
 
 
 def decide_horizon(
-    args: Args, data_parallel: int, train: Packs, usual: tuple, earlier: dict
-) -> tuple[tuple[Horizon, Packs], list[str]]:
+    args: Args, data_parallel: int, train: Rows, usual: tuple, earlier: dict
+) -> tuple[tuple[Horizon, Rows], list[str]]:
     """((rows of a step, number of steps and learning rate; the rows of all passes), lines). usual:
     from `usual_lr`; earlier: settings of the run that is resumed."""
     global_batch = args.micro_batch_size * args.grad_accum_steps * data_parallel
@@ -296,7 +299,7 @@ def decide_horizon(
         f"{data_parallel} data-parallel = {counted(global_batch, 'row')} = "
         f"{global_batch * train.seq_len:,} token slots a step"
     ]
-    weights = train.stats.identity.get("weights")
+    weights = train.documents.identity.get("weights")
     mixed = functools.partial(mix, train, weights, args.seed, args.pack_sequences)
     n_rows = len(mixed(1) if weights else train)  # of a pass
     epochs, chosen = args.num_epochs, not args.max_steps and args.num_epochs is None
@@ -348,7 +351,7 @@ def smaller_steps(args: Args, data_parallel: int, n_total: int, max_steps: int) 
     return [f"{line}them {steps}"] if steps > max_steps else []
 
 
-def decide_order(args: Args, horizon: Horizon, train: Packs) -> tuple[Callable, list[str]]:
+def decide_order(args: Args, horizon: Horizon, train: Rows) -> tuple[Callable, list[str]]:
     """(step -> its rows, lines). Raises UserError for a --length_warmup with steps that this run
     lacks or fills up with padding: the sorted rows would be others once the run is extended."""
     first, lines = args.length_warmup, []
