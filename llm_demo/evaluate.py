@@ -213,7 +213,7 @@ def open_tokenizer(name: str, folder: Path, args):
 
 
 def evaluate_file(
-    path: str, packs: Packs, model, tokenizer, batch_size: int | None, args, name: str
+    path: str, packs: Rows, model, tokenizer, batch_size: int | None, args, name: str
 ) -> dict:
     """As `evaluate`, of one file. name: of the model."""
     started = time.perf_counter()
