@@ -182,10 +182,7 @@ WITH_EXPERTS = f"{MODEL} {shlex.quote(str(ROOT / 'models/qwen3-moe-tiny'))} {NO_
 OFFLOAD = f"--deepspeed_config {shlex.quote(str(ROOT / 'zero/ds_zero3_offload.json'))}"
 # Through the launchers: what each of them must turn into one line and an exit code.
 LAUNCHED = [
-    ("fsdp", f"{MODEL} ./absent", "no model at ./absent"),
     ("pp", "--train_json broken.jsonl", "broken.jsonl:3.*broken JSON"),
-    ("pp", "--output_dir 'earlier run'", "earlier run is not empty.*--overwrite"),
-    ("pp", "--stages 3", "2 processes.*3 --stages"),
     ("zero", "--deepspeed_config stage0.json", "stage0.json: ZeRO stage 0 is refused"),
     ("fsdp_pp", "--partition 3,4", "--partition 3,4: give 2 counts.*a sum of 6"),
     ("fsdp_pp", "--schedule v --partition 3,3", "give 4 counts.*a sum of 6"),

@@ -16,7 +16,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY
+from conftest import ROOT
 
 PINS = dict(re.findall(r"^(\w+)==([^;\s]+)", (ROOT / "constraints.txt").read_text(), re.M))
 FLOORS = dict(re.findall(r"^(\w+)>=(\S+)", (ROOT / "requirements.txt").read_text(), re.M))
@@ -276,21 +276,18 @@ def test_what_cant_work_is_one_line(machine, args, extra, words):
     assert result.stderr.startswith(f"error: {words}") and result.stderr.count("\n") == 1
 
 
-def test_a_folder_that_cant_be_written_to_is_one_line(machine):
-    (machine.repo / ".venv.lock").mkdir()  # permissions don't stop root
-    result = machine.setup()
-    assert result.returncode == 1 and result.stderr.count("\n") == 1
-    assert result.stderr.startswith(f"error: cannot write to {machine.repo}, where .venv belongs:")
-    assert "PYTHON=/path/to/python" in result.stderr
-
-
-def test_a_venv_of_the_users_own_is_left_alone(machine):
+def test_a_place_that_cant_be_used_is_one_line(machine):
     venv = own_venv(machine.repo / ".venv")
     before = contents(venv)
     result = machine.setup()
     assert result.returncode == 1 and result.stderr.count("\n") == 1
     assert f"'{venv}/bin/python' -m pip install -e '{machine.repo}'" in result.stderr
     assert contents(venv) == before
+    shutil.rmtree(venv)
+    (machine.repo / ".venv.lock").mkdir()  # permissions don't stop root
+    result = machine.setup()
+    assert result.returncode == 1 and result.stderr.count("\n") == 1
+    assert result.stderr.startswith(f"error: cannot write to {machine.repo}, where .venv belongs:")
 
 
 def test_a_fresh_machine_then_nothing_to_do(machine):
@@ -397,18 +394,16 @@ def test_a_copy_of_the_package_says_how_to_install(tmp_path):
     module, function = re.search(r'^llm-demo-fsdp = "(.+):(.+)"$', text, re.M).groups()
     # -S: not with the editable installation beside the packages
     packages = os.pathsep.join([str(tmp_path), sysconfig.get_path("purelib")])
-    installed = ["-c", f"from {module} import {function}; {function}()"]
-    fit = ["-m", "llm_demo.fit", str(TINY), "--card=h100", "--cards=1", "--tokens_a_step=64"]
-    for words in (installed, fit):
-        done = subprocess.run(
-            [sys.executable, "-S", *words], env={**os.environ, "PYTHONPATH": packages},
-            cwd=tmp_path, capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
-        assert done.returncode == 2 and done.stdout == ""
-        assert done.stderr == (
-            f"error: llm_demo in {tmp_path} is a copy without fsdp/: run it from a clone of the "
-            "repository, where you have run pip install -e .\n"
-        )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", f"from {module} import {function}; {function}()"],
+        env={**os.environ, "PYTHONPATH": packages},
+        cwd=tmp_path, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == (
+        f"error: llm_demo in {tmp_path} is a copy without fsdp/: run it from a clone of the "
+        "repository, where you have run pip install -e .\n"
+    )
 
 
 # what a feature needs that says so itself, or that comes with torch
