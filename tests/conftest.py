@@ -148,7 +148,7 @@ def no_ranks(folder: Path) -> str:
     stand_in = folder / "no_ranks"
     code = (
         "import sys; sys.argv[:3] = ['launch']; from llm_demo.launch import __main__; "
-        "__main__.launch = lambda command, *_: __main__.show(command); sys.exit(__main__.main())"
+        "__main__.launch = lambda asked: __main__.show(asked.words); sys.exit(__main__.main())"
     )
     interpreter = shlex.quote(sys.executable)
     ask = f'[ "$1" = -c ] && exec {interpreter} "$@"'

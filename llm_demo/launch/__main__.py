@@ -173,12 +173,17 @@ def launch(asked: Command) -> int:
         flags.check_processes(total)
         if asked.first_run:
             words, line = with_rows_of_two(words, flags, total)
-    if asked.by_launcher:  # what its settings have become
-        command = [sys.executable, "-m", "llm_demo.launch", *words]
-        print(f"+ {shlex.join(command)}", flush=True)
+    if asked.by_launcher:
+        show(words)
     if line:
         print(line, flush=True)
     return ranks.start(node, words)
+
+
+def show(words: list[str]) -> None:
+    """Print what a launcher's settings have become."""
+    command = [sys.executable, "-m", "llm_demo.launch", *words]
+    print(f"+ {shlex.join(command)}", flush=True)
 
 
 def main() -> int:
