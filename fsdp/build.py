@@ -33,9 +33,7 @@ from llm_demo.machine.dist import once_per_node
 from llm_demo.machine.text import counted
 from llm_demo.model.costs import param_count, unit_sizes
 from llm_demo.model.weights_files import loading
-from llm_demo.run.choices import compiles_adamw, fused_kernels
-from llm_demo.run.choose_four_bits import give_four_bits
-from llm_demo.run.choose_fp8 import give_fp8
+from llm_demo.run.choices import compiles_adamw, fused_kernels, give_fp8
 from llm_demo.run.log import Log
 
 # Parameters. On two H200, copy engines saved 5 % of a step for units of 193M (8B), and nothing
@@ -53,7 +51,7 @@ def build(job, layout: Layout) -> tuple[DecoderLoss, Shards | Masters | HostAdam
     lm, n_params, n_trained = adapted(job)
     row_group = spread_blocks(lm, world, layout)
     works = compute.compile and not on_host
-    compiled = compiles_adamw(works, n_trained, layout.n_shards, say, has_masters)
+    compiled = job.log.decided(compiles_adamw(works, n_trained, layout.n_shards, has_masters))
     with loading(weights, layout.n_shards):
         model = wrap(lm, job)
         model.tail.group = row_group
@@ -95,8 +93,13 @@ def adapted(job) -> tuple[PreTrainedModel, int, int]:
     how = compute.attn_impl, plan.source.weights, compute.product, compute.rule
     lm = skeleton(plan.source.config, *how)
     n_params = n_trained = param_count(lm)
-    give_fp8(lm, compute, job.args.tensor_parallel, job.log.say)
-    give_four_bits(lm, job)
+    lines = give_fp8(lm, compute, job.args.tensor_parallel)
+    if job.args.base_bits == 4:
+        from llm_demo.model.four_bits_base import give_four_bits
+
+        lines += give_four_bits(lm, job)
+    for line in lines:
+        job.log.say(line)
     if compute.lora:
         apply_lora(lm, compute.lora, compute.dtype)
         # of dropout; other random numbers have seeds of their own

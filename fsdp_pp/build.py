@@ -15,8 +15,7 @@ from llm_demo.core.tensor import keep_share
 from llm_demo.machine.dist import timeout
 from llm_demo.model.costs import param_count, unit_sizes
 from llm_demo.model.weights_files import loading
-from llm_demo.run.choices import compiles_adamw
-from llm_demo.run.choose_fp8 import give_fp8
+from llm_demo.run.choices import compiles_adamw, give_fp8
 
 
 def build(job, layout, counts: list[int]) -> tuple:
@@ -32,12 +31,13 @@ def build(job, layout, counts: list[int]) -> tuple:
 
     lm = skeleton(config, compute.attn_impl, weights, compute.product, compute.rule)
     n_params = param_count(lm)
-    give_fp8(lm, compute, args.tensor_parallel, log.say)
+    for line in give_fp8(lm, compute, args.tensor_parallel):
+        log.say(line)
     if layout.experts:
         keep_part(lm, layout.experts)
     if layout.shares:
         keep_share(lm, layout.shares)
-    compiled = compiles_adamw(compute.compile, n_params, world.size, log.say, flat)
+    compiled = log.decided(compiles_adamw(compute.compile, n_params, world.size, flat))
 
     with loading(weights, world.size):
         pieces = Pieces(lm, args, compute, counts, layout.where, layout.stage)

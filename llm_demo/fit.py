@@ -82,7 +82,7 @@ if __name__ == "__main__":  # before the slow imports
 import torch
 
 from llm_demo import step_time
-from llm_demo.machine.device import dtype_name, pick_dtype, plan_for, this_device
+from llm_demo.machine.device import dtype_name, has_fused_kernels, pick_dtype, plan_for, this_device
 from llm_demo.machine.files import ROOT
 from llm_demo.machine.text import counted
 from llm_demo.memory import (
@@ -108,7 +108,7 @@ from llm_demo.model.costs import (
 from llm_demo.model.families import is_mixture
 from llm_demo.model.model_folder import open_model
 from llm_demo.model.source import find_model
-from llm_demo.run.choices import Compute, choose_compile, has_fused_kernels
+from llm_demo.run.choices import Compute, choose_compile
 from llm_demo.run.cut import split
 
 LARGEST = 64  # micro-batch size

@@ -18,7 +18,7 @@ from llm_demo.core.attention import BUCKET
 from llm_demo.core.errors import UserError
 from llm_demo.core.loss import CHUNK_ROWS, SLIM
 from llm_demo.core.mesh import World
-from llm_demo.machine.device import dtype_name, free_host_memory, this_device
+from llm_demo.machine.device import dtype_name, free_host_memory, has_fused_kernels, this_device
 from llm_demo.machine.dist import once_per_node
 from llm_demo.model.costs import (
     MASTER_BYTES,
@@ -29,7 +29,6 @@ from llm_demo.model.costs import (
     state_bytes,
     unit_of,
 )
-from llm_demo.run.choices import has_fused_kernels
 
 GB = 2**30
 UNUSED, CONTEXT = "reserved, unused", "CUDA and NCCL"

@@ -123,7 +123,7 @@ class Pipeline:
         with loading(weights, args.stages):
             module = kind(specs, bounds, args.stages, loss_fn=loss_fn)
 
-        compiled = compiles_adamw(compute.compile, n_params, world.size, job.log.say)
+        compiled = job.log.decided(compiles_adamw(compute.compile, n_params, world.size))
         optimizer = make_adamw(module.parameters(), plan.horizon.lr, args.weight_decay, compiled)
         settings = ds_engine.engine_config(switches, args, compute.dtype)
         self.engine = ds_engine.make_engine(module, optimizer, settings, compute.compile)

@@ -18,10 +18,11 @@ from llm_demo.core.attention import BACKENDS, make_documents
 from llm_demo.core.decoder import Blocks, DecoderLoss
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import position_ids
-from llm_demo.machine.device import Device, peak_tflops, pick_dtype, this_device
+from llm_demo.machine import probes
+from llm_demo.machine.device import Device, dtype_name, peak_tflops, pick_dtype, this_device
 from llm_demo.model.costs import heads_of
 from llm_demo.run import choices
-from llm_demo.run.choices import choose_attention, compare_with_math
+from llm_demo.run.choices import choose_attention
 
 ON_CPU = ["bucketed", "bucketed_math", "math"]
 # Fused kernels want a GPU and bf16; the same assertions hold there to the bit, too.
@@ -278,17 +279,21 @@ def test_full_rows_are_not_copied():
     assert documents.buckets is None
 
 
+def compare(impl, dtype, heads, device="cpu"):
+    return max(probes.attention_errors(impl, dtype, heads, device).values())
+
+
 @pytest.mark.parametrize("impl", ON_CPU)
 def test_comparison_used_by_the_probe(impl, monkeypatch):
     for heads in (HEADS, (4, 4, 24, 16), (4, 4, 16, 24)):
-        assert compare_with_math(impl, torch.float32, heads, "cpu") < 1e-5
+        assert compare(impl, torch.float32, heads, "cpu") < 1e-5
 
     def wrong(q, k, v, documents, scaling):  # documents ignored
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.transpose(1, 2)
 
     monkeypatch.setitem(BACKENDS, "bucketed", wrong)
-    assert compare_with_math("bucketed", torch.float32, HEADS, "cpu") > 0.1
+    assert compare("bucketed", torch.float32, HEADS, "cpu") > 0.1
 
 
 @pytest.mark.parametrize("which", ["q", "k", "v"])
@@ -302,15 +307,14 @@ def test_the_probe_sees_one_wrong_gradient(which, monkeypatch):
         return right(*given.values(), documents, scaling)
 
     monkeypatch.setitem(BACKENDS, "bucketed", wrong)
-    error = compare_with_math("bucketed", torch.float32, HEADS, "cpu")
+    error = compare("bucketed", torch.float32, HEADS, "cpu")
     assert error == pytest.approx(0.25, rel=1e-3)
 
 
 @pytest.mark.parametrize("dtype, bound", [("fp32", 1e-3), ("bf16", 4e-2), ("fp16", 1e-2)])
-def test_the_probe_allows_what_rounding_takes(dtype, bound, monkeypatch):
+def test_the_probe_allows_what_rounding_takes(dtype, bound):
     for error, wrong in ((0.9 * bound, False), (1.1 * bound, True), (math.nan, True)):
-        monkeypatch.setattr(choices, "compare_with_math", lambda *given: error)  # noqa: B023
-        found = choices.attention_fault(dtype, "bucketed_math", *map(str, HEADS))
+        found = probes.fault_of({"results": 0.0, "gradients of v": error}, probes.BOUNDS[dtype])
         assert (found is not None) == wrong
 
 
@@ -326,8 +330,16 @@ V100 = Device("cuda", "nvidia", "Tesla V100", "sm_70", 32.0)
 CPU = Device("cpu", "cpu", "CPU, 2 cores", "", 0.0)
 
 
-def works(impl, dtype, heads):
+def works(*probed, **more):
     return None
+
+
+def only_math_works(name, dtype, impl, *heads, **more):
+    return None if "math" in impl else "crashed"
+
+
+def cudnn_is_wrong(name, dtype, impl, *heads, **more):
+    return "wrong" if impl == "varlen_cudnn" else None
 
 
 def pick(
@@ -337,7 +349,7 @@ def pick(
     packages = {"flash_attn": flash, "torch.nn.attention.varlen": varlen}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choices.importlib.util, "find_spec", lambda n: packages[n] or None)
-        return choose_attention(asked, device, dtype, HEADS, single, ask, longest)
+        return choose_attention(asked, device, dtype, HEADS, single, longest, probe=ask)
 
 
 @pytest.mark.parametrize(
@@ -358,15 +370,14 @@ def pick(
         (A100, {"longest": 4096}, "varlen", "sdpa: rows hold several documents"),
         (MI300, {"longest": 4096}, "varlen", "sdpa: rows hold several documents"),
         (CPU, {"longest": 4096}, "bucketed", "varlen: has no CPU kernel"),
-        (H100, {"longest": 4096, "ask": lambda impl, *_: "wrong" if impl == "varlen_cudnn" else
-                None}, "varlen", "varlen_cudnn: wrong"),
+        (H100, {"longest": 4096, "ask": cudnn_is_wrong}, "varlen", "varlen_cudnn: wrong"),
         (H100, {"longest": 4096, "dtype": torch.float32}, "bucketed",
          "varlen_cudnn: needs bf16 or fp16"),
         (H100, {"varlen": False}, "bucketed", "the flash-attn package is not installed"),
         (H100, {"dtype": torch.float32}, "bucketed", "varlen: needs bf16 or fp16"),
         (V100, {"dtype": torch.float16, "flash": True}, "bucketed", "has no kernel for sm_70"),
         (CPU, {"dtype": torch.float32}, "bucketed", "varlen: has no CPU kernel"),
-        (H100, {"ask": lambda impl, *_: None if "math" in impl else "crashed"}, "bucketed_math",
+        (H100, {"ask": only_math_works}, "bucketed_math",
          "bucketed: crashed"),
     ],
 )  # fmt: skip
@@ -387,7 +398,7 @@ def test_a_forced_backend_that_cannot_run_is_an_error_with_the_reason():
         (H100, "varlen_cudnn", "wrong", "varlen_cudnn can't run on .* wrong"),
     ):
         with pytest.raises(UserError, match=message):
-            pick(device, asked=asked, ask=lambda *_, fault=fault: fault)
+            pick(device, asked=asked, ask=lambda *_, fault=fault, **more: fault)
     assert pick(H100, asked="varlen_cudnn")[0] == "varlen_cudnn"
     assert pick(MI100, asked="math")[0] == "math"
 
@@ -439,19 +450,14 @@ REFUSED = "PyTorch refuses its fused kernels here; bucketed_math runs the math k
 )
 def test_the_probe_notices_refused_kernels(impl, device, allowed, values, problem, monkeypatch):
     """PyTorch's fused kernel for CPUs refuses values of another width, and math runs silently."""
-    monkeypatch.setattr(choices, "this_device", lambda: device)
+    monkeypatch.setattr(probes, "this_device", lambda: device)
     monkeypatch.setenv(NAME, allowed)
-    compare = choices.compare_with_math
-    monkeypatch.setattr(
-        choices, "compare_with_math",
-        lambda impl, dtype, heads, device, *more: compare(impl, dtype, heads, "cpu", *more),
-    )  # fmt: skip
     heads = "4", "4", "16", str(values)
-    assert choices.attention_fault("fp32", impl, *heads) == problem
+    assert probes.attention("fp32", impl, *heads, device="cpu") == problem
 
 
 def test_the_probe_does_not_import_transformers():
-    code = "import sys, llm_demo.run.choices; print('transformers' in sys.modules)"
+    code = "import sys, llm_demo.machine.probes; print('transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr
 
@@ -480,6 +486,6 @@ def test_backends_on_this_gpu(impl, dtype, heads):
     device = this_device()
     if problem := choices.why_not(impl, device, dtype, single=True):
         pytest.skip(problem)
-    assert choices.probe_backend(impl, dtype, heads) is None
+    assert probes.try_once("attention", dtype_name(dtype), impl, *heads) is None
     bound = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 1e-5}[dtype]
-    assert compare_with_math(impl, dtype, heads, "cuda") < bound
+    assert compare(impl, dtype, heads, "cuda") < bound

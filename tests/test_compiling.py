@@ -1,19 +1,20 @@
 """When blocks are compiled, and that the numbers stay."""
 
 import functools
+from unittest.mock import Mock
 
 import pytest
 import torch
 from conftest import ROOT
-from test_attention import A100, CPU, H100, MI100, MI210, MI300, RX7900, V100, pick
+from test_attention import A100, CPU, H100, MI100, MI210, MI300, RX7900, V100, pick, works
 
 from llm_demo.core import decoder, loss, optim
 from llm_demo.core.attention import make_documents
 from llm_demo.core.decoder import Blocks, materialise, skeleton
 from llm_demo.core.rows import position_ids
 from llm_demo.machine.device import DTYPES, Device, pick_dtype
+from llm_demo.machine.probes import compile_errors
 from llm_demo.model.source import load_config
-from llm_demo.run import choices
 from llm_demo.run.choices import choose_compile
 
 
@@ -35,7 +36,7 @@ from llm_demo.run.choices import choose_compile
     ],
 )
 def test_the_choice_and_its_reason(asked, device, attention, problem, chosen, reason):
-    compiled, why = choose_compile(asked, device, attention, lambda: problem)
+    compiled, why = choose_compile(asked, device, attention, probe=lambda *of: problem)
     assert compiled == chosen and reason in why
 
 
@@ -45,7 +46,10 @@ def test_the_probe_compares_block_and_loss_with_plain_ones(impl, monkeypatch):
     torch._dynamo.reset()
     optim.compile_once.cache_clear()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    compare = functools.partial(choices.compare_with_eager, impl, device=torch.device("cpu"))
+
+    def compare(dtype):
+        return max(compile_errors(impl, dtype, torch.device("cpu")).values())
+
     assert compare(torch.float32) < 1e-5 and 1e-5 < compare(torch.bfloat16) < 4e-2
 
     def wrong(out, targets, scale):  # forgets to subtract one at the target
@@ -69,11 +73,10 @@ def test_the_probe_compares_block_and_loss_with_plain_ones(impl, monkeypatch):
 
 
 @pytest.mark.parametrize("asked, dtype", [(None, "bf16"), (True, "fp16")])
-def test_the_probe_tests_what_the_run_would_compile(asked, dtype, monkeypatch):
-    probes = []
-    monkeypatch.setattr(choices, "probe_once", lambda *args: probes.append(args) or "wrong")
-    found = choose_compile(asked, H100, "varlen", dtype=DTYPES[dtype])
-    assert probes == [("llm_demo.run.choices", "compile", dtype, "varlen")]
+def test_the_probe_tests_what_the_run_would_compile(asked, dtype):
+    probe = Mock(return_value="wrong")
+    found = choose_compile(asked, H100, "varlen", dtype=DTYPES[dtype], probe=probe)
+    probe.assert_called_once_with("compile", dtype, "varlen")
     assert found == (False, "torch.compile does not work here: wrong")
 
 
@@ -98,8 +101,9 @@ def test_the_table_of_cards(card):
     several, long, one = (pick(device, dtype, **how)[0] for how in ways)
     packed = f"`{several}`" + f", long documents `{long}`" * (long != several)
     name = next(name for name, each in DTYPES.items() if each == dtype)
-    (works,) = {choose_compile(None, device, impl, lambda: None)[0] for impl in (several, one)}
-    row = f"| {card} | {name} | {packed} | `{one}` | {'yes' if works else 'no'} |"
+    compiled, _ = choose_compile(None, device, several, probe=works)
+    assert choose_compile(None, device, one, probe=works)[0] == compiled
+    row = f"| {card} | {name} | {packed} | `{one}` | {'yes' if compiled else 'no'} |"
     assert row in (ROOT / "docs/attention.md").read_text()
 
 

@@ -36,10 +36,9 @@ from safetensors.torch import save_file
 from llm_demo.core import errors
 from llm_demo.core.decoder import skeleton
 from llm_demo.core.errors import UserError
-from llm_demo.machine import dist, process
+from llm_demo.machine import dist, probes, process
 from llm_demo.machine.secrets import without_given_secrets
 from llm_demo.model.source import load_config
-from llm_demo.run import choices
 from llm_demo.run.log import Log
 
 TRAIN = "--seq_len 64 --micro_batch_size 1 --grad_accum_steps 2 --max_steps 5000 --log_every 1"
@@ -317,8 +316,8 @@ def test_a_probe_ends_with_the_rank_that_asked(monkeypatch, tmp_path):
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setenv("LLM_DEMO_CACHE", str(tmp_path))
-    monkeypatch.setattr(choices.subprocess, "run", fake)
-    assert choices.probe_once("llm_demo.nothing") is None
+    monkeypatch.setattr(probes.subprocess, "run", fake)
+    assert probes.try_once("nothing") is None
     assert given["LLM_DEMO_PARENT"] == str(os.getpid())
 
 

@@ -346,7 +346,7 @@ def test_blocks_are_not_compiled_if_their_backward_cannot_be(asked, reason, alon
     monkeypatch.setattr(torch.ops, "transformers", ops)
     config = Qwen3MoeConfig(num_experts=E, **SIZES)
     for given, experts in ((config, True), (Qwen3Config(hidden_size=D), False)):
-        compute, said = decide_compute(args, lambda make: make(), CPU, torch.float32, given, [])
+        compute, said = decide_compute(args, CPU, torch.float32, given, [])
         assert compute.compile == (asked is True and not experts)
         (line,) = [line for line in said if line.startswith("compile: ")]
         assert (reason in line) == (experts or asked is None)
@@ -369,17 +369,19 @@ def test_the_log_says_where_experts_are():
 def test_choice_of_the_product():
     assert choose_product(CONFIGS["qwen"], CPU, torch.float32) == ("looped", "on a CPU")
     narrow = Qwen3MoeConfig(**{**SIZES, "moe_intermediate_size": 12})
-    assert choose_product(narrow, H100, torch.bfloat16, lambda: None)[0] == "looped"
+    assert choose_product(narrow, H100, torch.bfloat16, probe=lambda *of: None)[0] == "looped"
     for device, dtype, problem, expected in (
         (CPU, torch.bfloat16, None, "looped"),
         (H100, torch.float32, None, "looped"),
         (H100, torch.bfloat16, None, "grouped"),
         (H100, torch.bfloat16, "no kernel", "looped"),
     ):
-        product, why = choose_product(CONFIGS["qwen"], device, dtype, probe=lambda p=problem: p)
+        product, why = choose_product(
+            CONFIGS["qwen"], device, dtype, probe=lambda *of, p=problem: p
+        )
         assert product == expected
         assert (problem or "") in why
     for device in (H100, A100, MI300):  # PyTorch's kernel is for Hopper and data center Blackwell
-        said = choose_product(CONFIGS["qwen"], device, torch.bfloat16, probe=lambda: None)
+        said = choose_product(CONFIGS["qwen"], device, torch.bfloat16, probe=lambda *of: None)
         loop = f"PyTorch's, which may be a loop over experts on {device.arch}"
         assert said == ("grouped", "one kernel for all experts" if device is H100 else loop)

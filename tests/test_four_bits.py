@@ -23,23 +23,24 @@ from tiny_tokenizer import packs_of
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-from llm_demo.core import four_bits
+from llm_demo.core import four_bits, four_bits_library
 from llm_demo.core.errors import UserError
+from llm_demo.core.four_bits_library import (
+    DOUBLE,
+    library,
+    need_library,
+    pack,
+    quantised,
+    scales_in,
+)
 from llm_demo.core.lora import use_four_bits
+from llm_demo.machine import probes
 from llm_demo.machine.cache import verified
 from llm_demo.machine.text import layer_kinds
 from llm_demo.model.adapters import in_4_bits, matrices_in
-from llm_demo.model.low_bits import library, need_library, pack
+from llm_demo.model.four_bits_base import cached_base, find_or_build, note_values
 from llm_demo.model.model_folder import load_model, open_model
 from llm_demo.model.weights_files import open_weights, refuse_other_adapters
-from llm_demo.run.choose_four_bits import (
-    DOUBLE,
-    cached_base,
-    fault,
-    find_or_build,
-    note_values,
-    scales_in,
-)
 from llm_demo.run.export_run import export
 
 functional = library()
@@ -214,17 +215,21 @@ def test_a_layer_keeps_no_values(dtype, compiled):
 
 
 def test_a_device_is_compared_with_a_cpu(monkeypatch):
-    assert fault("cpu") is None
+    assert probes.four_bits("cpu") is None
     calls = itertools.count()
-    wrong = lambda *of: pack(*of) ^ next(calls)  # noqa: E731  the second call's
-    monkeypatch.setattr("llm_demo.run.choose_four_bits.pack", wrong)
-    assert fault("cpu").startswith("values in 4 bits differ from a CPU's by ")
+
+    def wrong(weight):  # the first call's
+        bits, scales = quantised(weight)
+        return bits ^ (next(calls) == 0), scales
+
+    monkeypatch.setattr(four_bits_library, "quantised", wrong)
+    assert probes.four_bits("cpu").startswith("results are off by ")
 
 
 @pytest.mark.gpu
 @needs_gpu
 def test_the_values_of_a_gpu():
-    assert fault() is None
+    assert probes.four_bits() is None
     same_as_the_library("cuda")
 
 
@@ -328,7 +333,7 @@ def test_others_may_read_the_cache(work, tmp_path, monkeypatch):
     sums = find_or_build(tmp_path / "base", make, print)
     assert {f.stat().st_mode & 0o777 for f in (tmp_path / "base").iterdir()} == {0o644}
     refused = PermissionError(13, "Permission denied", "base/a.safetensors")
-    monkeypatch.setattr("llm_demo.run.choose_four_bits.verified", Mock(side_effect=refused))
+    monkeypatch.setattr("llm_demo.model.four_bits_base.verified", Mock(side_effect=refused))
     with pytest.raises(UserError, match="Permission denied: 'base/a.*LLM_DEMO_CACHE"):
         find_or_build(tmp_path / "base", None, print)
     monkeypatch.undo()
@@ -355,7 +360,7 @@ def test_no_kernel_is_downloaded():
     """bitsandbytes would, on some CPUs, if the package `kernels` is there."""
     code = "import sys, types; sys.modules['kernels'] = trap = types.ModuleType('kernels')\n"
     code += "trap.get_kernel = lambda *a, **k: print('downloaded')\n"
-    code += "from llm_demo.model.low_bits import library; library()\n"
+    code += "from llm_demo.core.four_bits_library import library; library()\n"
     code += "assert sys.modules['kernels'] is trap"
     done = run([sys.executable, "-c", code], fresh=True)
     assert done.returncode == 0 and done.stdout == done.stderr == ""

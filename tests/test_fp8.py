@@ -26,9 +26,9 @@ from llm_demo.core.decoder import DecoderLoss, make_units
 from llm_demo.core.fp8 import RECIPES, fp8_blocks, linear, scales_of, transposed_fp8, use_fp8
 from llm_demo.core.lora import Lora, LoraLinear
 from llm_demo.core.rows import position_ids
+from llm_demo.machine import probes
 from llm_demo.machine.text import layer_kinds
-from llm_demo.run.choices import Compute
-from llm_demo.run.choose_fp8 import decide_fp8, fp8_fault
+from llm_demo.run.choices import Compute, choose_fp8
 
 T, N, K = 256, 384, 256
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -261,7 +261,7 @@ def test_large_layers_only(monkeypatch):
 
 def decide(recipe, device, compute, probe=None, micro=1, seq_len=1024, **flags):
     args = args_with(fp8=recipe, micro_batch_size=micro, **flags)
-    return decide_fp8(args, lambda f: f(), device, compute, seq_len, probe)
+    return choose_fp8(args, device, compute, seq_len, probe)
 
 
 BF16 = Compute(torch.bfloat16, "varlen", compile=True)
@@ -335,7 +335,7 @@ def test_whole_runs(wide, tmp_path):
 @needs_gpu
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_products_of_a_gpu(recipe):
-    assert fp8_fault(recipe) is None
+    assert probes.fp8(recipe) is None
 
 
 @pytest.mark.gpu

@@ -42,9 +42,9 @@ def test_the_page_shows_them():
 
 def test_the_core_is_small_and_imports_nothing_from_outside_it():
     files = [*(ROOT / "llm_demo/core").glob("*.py")]
-    # 3,000, 85 of shares, 65 of bf16 moments, 315 of fp8, 190 of weights in 4 bits, 15 of adapters
-    # that are trained on, 15 of further families, 15 of linear attention
-    assert SCRIPT["lines"](*files) <= 3750
+    # 3,000, 85 of shares, 65 of bf16 moments, 315 of fp8, 265 of weights in 4 bits, 15 of adapters
+    # that are trained on, 15 of further families, 125 of linear attention
+    assert SCRIPT["lines"](*files) <= 3925
     of = SCRIPT["imports"]()
     core = {name for name in of if name.startswith("llm_demo.core")}
     assert {other for name in core for other in of[name]} <= core

@@ -1,10 +1,10 @@
-"""probe_once: what worked is not tried again, what failed is."""
+"""try_once: what worked is not tried again, what failed is."""
 
 import sys
 
 import pytest
 
-from llm_demo.run.choices import probe_once
+from llm_demo.machine import probes
 
 # Succeeds once there is a compiler; counts its runs.
 MODULE = """
@@ -21,11 +21,12 @@ if not (here / "compiler").exists():
 def tried(tmp_path, monkeypatch):
     """A function that probes once: (the problem, runs so far)."""
     (tmp_path / "needs_compiler.py").write_text(MODULE)
+    monkeypatch.setattr(probes, "MODULE", "needs_compiler")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setenv("LLM_DEMO_CACHE", str(tmp_path / "cache"))
 
     def once():
-        problem = probe_once("needs_compiler", str(tmp_path))
+        problem = probes.try_once(str(tmp_path))
         return problem, len((tmp_path / "runs").read_text())
 
     return once

@@ -31,18 +31,19 @@ from transformers import (
     Qwen3_5TextConfig,
 )
 
+from llm_demo.core import delta_kernels
 from llm_demo.core.attention import make_documents
 from llm_demo.core.decoder import skeleton
-from llm_demo.core.delta import RULES, use_rule
+from llm_demo.core.delta import chunked, use_rule
 from llm_demo.core.errors import UserError
 from llm_demo.core.lora import Lora, apply_lora
+from llm_demo.machine import probes
 from llm_demo.model.adapter_folder import open_adapter
 from llm_demo.model.adapters import matrices_in, start_of
 from llm_demo.model.check_config import problems_of
 from llm_demo.model.costs import dense_width, parameters_of
 from llm_demo.model.model_folder import open_model
-from llm_demo.run import choose_delta as delta
-from llm_demo.run.choose_delta import KERNELS, decide_rule, refuse_flags, rule_fault
+from llm_demo.run.choices import DELTA_KERNELS, choose_rule, refuse_flags
 from llm_demo.run.export_run import export
 
 # The norm of a layer's output makes it as long for a query nearly at right angles to its key: with
@@ -145,7 +146,7 @@ def test_a_kernel_of_fla_is_right_here(dtype, heads):
     """At least one of both, as a run would choose it: near PyTorch's, and documents apart. In fp32
     a kernel that computes in TF32 is not near enough, and PyTorch's is used."""
     pytest.importorskip("fla")
-    faults = [rule_fault(rule, dtype, *map(str, heads)) for rule in ("fla", "fla_kda")]
+    faults = [probes.delta(rule, dtype, *map(str, heads)) for rule in DELTA_KERNELS]
     if dtype == "fp32" and None not in faults:
         pytest.skip(str(faults))
     assert None in faults, faults
@@ -158,7 +159,7 @@ class StandIn(torch.autograd.Function):
     def forward(ctx, kda, q, k, v, g, beta, cu, boundaries):
         def compute(q, k, v, g, beta):
             documents = make_documents(cu, tuple(q.shape[:2]), "bucketed", q.device)
-            return RULES["chunked"](q, k, v, g.mean(-1) if kda else g, beta, documents)
+            return chunked(q, k, v, g.mean(-1) if kda else g, beta, documents)
 
         assert g.ndim == 3 + kda and (boundaries is None or boundaries.equal(cu))
         ctx.leaves = [x.detach().requires_grad_() for x in (q, k, v, g, beta)]
@@ -171,16 +172,16 @@ class StandIn(torch.autograd.Function):
         return None, *grads.result(), None, None
 
 
-@pytest.mark.parametrize("rule", KERNELS)
+@pytest.mark.parametrize("rule", DELTA_KERNELS)
 def test_the_operator_around_a_kernel(rule, monkeypatch):
     """Results and gradients are PyTorch's, documents apart, and the compiler sees the same."""
-    monkeypatch.setattr(delta, "_kernel", StandIn.apply)
-    assert rule_fault(rule, "fp32", "2", "4", "8", "16", device="cpu") is None
+    monkeypatch.setattr(delta_kernels, "_kernel", StandIn.apply)
+    assert probes.delta(rule, "fp32", "2", "4", "8", "16", device="cpu") is None
     cu = torch.tensor([0, 5, 12, 12], dtype=torch.int32)
     tensors = [torch.rand(1, 12, *s) for s in ((2, 8), (2, 8), (4, 16), (4,), (4,))]
     for boundaries in (None, cu):
         inputs = [t.clone().requires_grad_() for t in tensors]
-        opcheck(delta._by_kernel, (rule == "fla_kda", *inputs, cu, boundaries))
+        opcheck(delta_kernels._by_kernel, (rule == "fla_kda", *inputs, cu, boundaries))
 
 
 # ---------------------------------------------------------------- folders
@@ -394,10 +395,9 @@ def test_keys_that_change_nothing_are_taken():
                                          ("psgd_rank", 4), ("attn_impl", "varlen")])  # fmt: skip
 def test_flags_that_are_refused(flag, value):
     args = args_with(**{flag: value})
-    how = (lambda choose: choose()), CPU, torch.float32, MODELS["tied"]
     with pytest.raises(UserError, match=f"--{flag}"):
         refuse_flags(args, MODELS["tied"])
-        decide_rule(args, *how)
+        choose_rule(args.attn_impl, CPU, torch.float32, MODELS["tied"])
 
 
 def test_a_kernel_is_chosen_by_what_a_probe_finds(monkeypatch):
@@ -406,9 +406,9 @@ def test_a_kernel_is_chosen_by_what_a_probe_finds(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: faults)
 
     def decide():
-        how = (lambda choose: choose()), H100, torch.bfloat16, MODELS["tied"]
-        probe = lambda rule, *given: faults[rule]  # noqa: E731
-        (rule, among), lines = decide_rule(args_with(), *how, probe)
+        (rule, among), lines = choose_rule(
+            "auto", H100, torch.bfloat16, MODELS["tied"], probe=lambda rule, *given: faults[rule]
+        )
         return rule, "varlen" in among, lines[-1]
 
     assert decide() == ("fla_kda", True, "linear attention: fla_kda")

@@ -3,7 +3,6 @@ in one process, and of runs whose rows are not spread."""
 
 import json
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +10,8 @@ import test_lora as lora
 import test_moe as moe
 import test_parity as parity
 import torch
-from conftest import ROOT, logged, slow, torchrun, train_cases
+from conftest import ROOT, args_with, logged, slow, torchrun, train_cases
+from test_attention import CPU
 from test_parity import assert_equal, plain_loop, train
 from test_rotary import LONGROPE
 from tiny_tokenizer import packs_of
@@ -193,21 +193,18 @@ def test_heads_of_a_rank():
 def test_attention_is_chosen_for_the_heads_of_a_rank(ranks, expected, monkeypatch):
     asked = []
 
-    def choose(impl, device, dtype, heads, *more):
+    def choose(impl, device, dtype, heads, **more):
         asked.append(heads[:2])
         return "math", []
 
     monkeypatch.setattr(choices, "choose_attention", choose)
-    args = SimpleNamespace(
-        attn_impl="auto", compile=False, activation_memory_budget=1.0, sequence_parallel=ranks
-    )
-    how = (lambda make: make()), SimpleNamespace(type="cpu"), torch.float32, MODELS["tied"], []
+    args = args_with(compile=False, sequence_parallel=ranks)
     if expected:
-        choices.decide_compute(args, *how)
+        choices.decide_compute(args, CPU, torch.float32, MODELS["tied"], [])
         assert asked == [expected]
     else:
         with pytest.raises(UserError, match="does not divide 4"):
-            choices.decide_compute(args, *how)
+            choices.decide_compute(args, CPU, torch.float32, MODELS["tied"], [])
 
 
 def test_positions_of_a_slice():

@@ -95,7 +95,7 @@ class Zero:
 
         on_host = "offload_optimizer" in settings["zero_optimization"]
         works = compute.compile and not on_host
-        compiled = compiles_adamw(works, n_params, world.size, job.log.say)
+        compiled = job.log.decided(compiles_adamw(works, n_params, world.size))
         params = self.model.parameters()
         optimizer = make_adamw(params, plan.horizon.lr, args.weight_decay, compiled)
         self.engine = ds_engine.make_engine(self.model, optimizer, settings)

@@ -18,7 +18,7 @@ import torch
 
 from llm_demo.machine.files import ROOT
 from llm_demo.model.costs import is_hybrid
-from llm_demo.run.choose_delta import try_rule
+from llm_demo.run.choices import try_rule
 from llm_demo.run.folder import WARMUP, environment
 from llm_demo.run.records import SETTLED
 

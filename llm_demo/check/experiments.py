@@ -64,24 +64,25 @@ def links_between(buses: list[str]) -> list[list[str]]:
 def choices() -> dict:
     """ "lines": what a run would choose for dtype, attention and torch.compile, and why. Attention
     is tried on the GPU."""
-    from llm_demo.run.choices import choose_attention, choose_compile, probe_backend
+    from llm_demo.machine.probes import try_once
+    from llm_demo.run.choices import choose_attention, choose_compile
 
     device = this_device()
     dtype, reason = hardware.pick_dtype("auto", device)
     lines = [(OK, "dtype", f"{dtype} by default: {reason}", "")]
 
-    def probe(impl, *given):
-        problem = probe_backend(impl, *given)
+    def probe(name, dtype, impl, *heads, versions=()):
+        problem = try_once(name, dtype, impl, *heads, versions=versions)
         if problem:
             fix = "nothing to do, another backend is used; a newer driver or torch may help"
             lines.append((WARNING, "attention", f"{impl} fails: {problem}", fix))
         return problem
 
     for kind, single in (("one document per row", True), ("packed rows", False)):
-        impl, against = choose_attention("auto", device, dtype, HEADS, single, probe)
+        impl, against = choose_attention("auto", device, dtype, HEADS, single, probe=probe)
         text = f"{impl} for {kind}" + "".join(f"; not {why}" for why in against)
         lines.append((OK, "attention", text, ""))
-    compiled, why = choose_compile(None, device, impl, lambda: None)
+    compiled, why = choose_compile(None, device, impl, probe=lambda *given: None)
     lines.append((OK, "compile", f"{'on' if compiled else 'off'} by default: {why}", ""))
     return {"lines": lines}
 

@@ -36,7 +36,7 @@ def skeleton(
 
     weights: their source, with `check` and `read` as weights_files.Weights. Raises UserError naming
     a tensor that is missing there, has another shape, or is not in the model. product: of experts,
-    see experts.PRODUCTS. rule: of linear attention, see delta.RULES."""
+    see experts.PRODUCTS. rule: of linear attention, see delta.rule_of."""
     with init_empty_weights(include_buffers=False), no_init_weights():
         # a copy, in which the model notes its kernels
         model = AutoModelForCausalLM.from_config(

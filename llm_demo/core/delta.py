@@ -10,6 +10,7 @@ Source: "Gated Delta Networks" (Yang et al. 2024)."""
 
 import inspect
 import types
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -33,9 +34,9 @@ def delta_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def use_rule(model: nn.Module, name: str) -> None:
-    """Let a model's layers with a delta rule take packed documents. name: a key of RULES."""
+    """Let a model's layers with a delta rule take packed documents. name: as of rule_of."""
     for layer in delta_layers(model):
-        layer.rule = RULES[name]
+        layer.rule = rule_of(name)
         layer.forward = types.MethodType(_forward, layer)
 
 
@@ -75,5 +76,10 @@ def chunked(q, k, v, g, beta, documents) -> torch.Tensor:
     return documents.by_bucket(lambda *rows: rule(*rows)[0], q, k, v, g, beta)
 
 
-# name -> a function like `chunked`; run/choose_delta.py adds kernels of flash-linear-attention
-RULES = {"chunked": chunked}
+def rule_of(name: str) -> Callable:
+    """A function like `chunked`: that itself, or a kernel of flash-linear-attention."""
+    if name == "chunked":
+        return chunked
+    from llm_demo.core.delta_kernels import KERNELS
+
+    return KERNELS[name]

@@ -7,7 +7,7 @@ sharding and gathering need not know of them. The values are computed from them 
 again in each backward, for one layer at a time.
 
 Source: "QLoRA: Efficient Finetuning of Quantized LLMs" (Dettmers et al. 2023), in the format of the
-library bitsandbytes, which rounds the weights to it, see llm_demo/run/choose_four_bits.py."""
+library bitsandbytes, which rounds the weights to it, see four_bits_library.py."""
 
 from collections.abc import Callable
 

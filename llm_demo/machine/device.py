@@ -94,6 +94,12 @@ def is_sm(device: Device, least: int) -> bool:
     return device.vendor == "nvidia" and int(device.arch.removeprefix("sm_")) >= least
 
 
+def has_fused_kernels(device: Device) -> bool:
+    """Whether libraries have fused kernels of attention for a GPU."""
+    amd = ("gfx90a", "gfx942", "gfx950", "gfx11", "gfx12")
+    return is_sm(device, 80) or device.vendor == "amd" and device.arch.startswith(amd)
+
+
 def _has_code(device: Device) -> bool:
     """Whether this PyTorch has code for a GPU: its own, of an older minor version, or PTX."""
     archs = [arch.split(":")[0] for arch in torch.cuda.get_arch_list()]

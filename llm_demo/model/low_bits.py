@@ -16,22 +16,17 @@ Qwen3's releases have scales in bf16).
     X.weight.nested_quant_map      fp32 [256], the levels of scales
     X.weight.quant_state.bitsandbytes__nf4    uint8, JSON: shape, sizes of blocks, ..."""
 
-import functools
 import json
-import logging
-import platform
 import re
-import sys
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from llm_demo.core import four_bits
 from llm_demo.core.errors import UserError
+from llm_demo.core.four_bits_library import library, need_library, pack
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max  # 448
@@ -286,45 +281,3 @@ def packed(
     if not scales.isfinite().all():
         raise UserError(f"{name}: its scales are not finite (NaN or infinity): give another copy")
     return pack(read(name), read(f"{name}.absmax"), stored.shape), scales
-
-
-def pack(numbers: torch.Tensor, scales: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """The parameter's bytes, uint8 [N, row_bytes(K)], see core/four_bits.py. numbers, scales: uint8
-    with N K / 2 and N K / 64 elements; shape: (N, K)."""
-    rows = [t.reshape(shape[0], -1) for t in (numbers, scales)]
-    used = sum(t.shape[1] for t in rows)
-    return F.pad(torch.cat(rows, 1), (0, four_bits.row_bytes(shape[1]) - used))
-
-
-@functools.cache
-def library():
-    """bitsandbytes.functional. On some CPUs bitsandbytes would download a kernel and run it, if
-    the package `kernels` is installed: this import hides that. Raises ImportError."""
-    log, hidden = logging.getLogger("bitsandbytes"), sys.modules.get("kernels")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    sys.modules["kernels"] = None
-    try:
-        import bitsandbytes.functional
-    finally:
-        log.setLevel(level)
-        del sys.modules["kernels"]
-        if hidden:
-            sys.modules["kernels"] = hidden
-    return bitsandbytes.functional
-
-
-def need_library() -> None:
-    """Raise UserError without a bitsandbytes that works."""
-    try:
-        for name in ("quantize_4bit", "get_4bit_type", "create_dynamic_map"):
-            getattr(library(), name)
-        version("bitsandbytes")
-    except Exception as e:  # its own libraries', too
-        gone = isinstance(e, ImportError) and e.name in ("bitsandbytes", "bitsandbytes.functional")
-        problem = "is not installed" if gone else f"does not work ({repr(e)[:200]})"
-        upgrade = "" if gone else "-U "
-        raise UserError(
-            f"weights in 4 bits need bitsandbytes, which {problem} on {platform.node()}: "
-            f"pip install {upgrade}bitsandbytes"
-        ) from e

@@ -1,43 +1,32 @@
-"""Chooses kernels that are fast and correct here: of attention, of experts, by torch.compile.
+"""Chooses kernels that are fast and correct here: of attention, experts, fp8, by torch.compile.
 
-A kernel can fail late and elsewhere: all checks may pass and the launch still break every later
-call. So each is tried in a process of its own, by `python -m llm_demo.run.choices`."""
+A decision is (value, lines): what was decided and what the log says of it. On a GPU it is made by
+probes, see machine/probes.py. They run on one process, whose decision the others then take."""
 
-import contextlib
 import functools
 import importlib
 import importlib.util
-import os
-import re
-import subprocess
-import sys
-from collections.abc import Callable
-from copy import deepcopy
-from importlib.metadata import version
-from pathlib import Path
+from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 import torch
-from torch.nn.attention import sdpa_kernel
+from torch import nn
 
-from llm_demo.core.attention import BACKENDS, FASTEST_FIRST, IMPLS, LONG, make_documents
+from llm_demo.core.attention import IMPLS, LONG
 from llm_demo.core.errors import UserError
+from llm_demo.core.four_bits_library import need_library
+from llm_demo.core.fp8 import BLOCK, use_fp8
+from llm_demo.core.mesh import World
 from llm_demo.flags.args import Args
-from llm_demo.machine.device import (
-    DTYPES,
-    KERNEL_VARIABLES,
-    Device,
-    dtype_name,
-    is_sm,
-    planned,
-    this_device,
-)
-from llm_demo.machine.files import cache_folder, hash_of
-from llm_demo.machine.process import PARENT
-from llm_demo.model.costs import experts_of, heads_of, share_of_heads
+from llm_demo.machine.device import Device, dtype_name, has_fused_kernels, is_sm
+from llm_demo.machine.dist import from_rank0, once_per_node
+from llm_demo.machine.probes import try_once
+from llm_demo.machine.text import layer_kinds
+from llm_demo.model.costs import experts_of, heads_of, heads_of_rule, is_hybrid, share_of_heads
 
-BOUNDS = {"fp32": 1e-3, "bf16": 4e-2, "fp16": 1e-2}  # of errors relative to plain fp32
-MODULE = "llm_demo.run.choices"
+# backends of attention that make the buckets which linear attention in PyTorch needs, or need none
+BUCKETED = ("sdpa", "bucketed", "bucketed_math")
+DELTA_KERNELS = ("fla", "fla_kda")  # of core/delta_kernels.py, the preferred one first
 
 
 class Compute(NamedTuple):
@@ -51,36 +40,15 @@ class Compute(NamedTuple):
     rule: str = "chunked"  # of linear attention, see core/delta.py
 
 
-def probe_once(module: str, *args, versions: tuple = (), seconds: int = 180) -> str | None:
-    """The last line of `python -m module args` if it failed; None if it succeeded.
-
-    A success is remembered by module, arguments, device, PyTorch, `versions` and the variables
-    that choose kernels, in $LLM_DEMO_CACHE or ~/.cache/llm_demo. A failure is not: its cause, such
-    as a missing compiler, may be gone next time. For a card that is only planned for: None."""
-    if planned():
-        return None
-    device = this_device()
-    chosen = sorted(item for item in os.environ.items() if item[0].startswith(KERNEL_VARIABLES))
-    key = [module, args, device.name, device.arch, torch.__version__, versions, chosen]
-    file = Path(cache_folder()) / "worked" / hash_of(key)[:24]
-    if file.exists():
-        return None
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    env[PARENT] = str(os.getpid())
-    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
-    command = [sys.executable, "-m", module, *map(str, args)]
-    if seconds > 180:
-        print(f"trying {args[0]}: takes minutes the first time", file=sys.stderr, flush=True)
-    try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return f"no result within {seconds} s"
-    if done.returncode:
-        return ((done.stderr or done.stdout).strip().splitlines() or ["failed silently"])[-1]
-    with contextlib.suppress(OSError):  # a read-only cache: test again next time
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
-    return None
+def versions_of(*packages: str) -> tuple[str, ...]:
+    """Their versions, "" for one that is not installed."""
+    versions = []
+    for package in packages:
+        try:
+            versions.append(version(package))
+        except PackageNotFoundError:
+            versions.append("")
+    return tuple(versions)
 
 
 # ---------------------------------------------------------------- attention
@@ -105,101 +73,47 @@ def why_not(impl: str, device: Device, dtype: torch.dtype, single: bool) -> str 
     if dtype == torch.float32:
         return "needs bf16 or fp16"
     if not has_fused_kernels(device):
-        built = "PyTorch's ROCm build " if impl == "varlen" else "flash-attn "
-        return f"{built * (device.vendor == 'amd')}has no kernel for {device.arch}"
+        if device.vendor == "amd":
+            build = "PyTorch's ROCm build" if impl == "varlen" else "flash-attn"
+            return f"{build} has no kernel for {device.arch}"
+        return f"has no kernel for {device.arch}"
     return None
 
 
-def has_fused_kernels(device: Device) -> bool:
-    amd = ("gfx90a", "gfx942", "gfx950", "gfx11", "gfx12")
-    return is_sm(device, 80) or device.vendor == "amd" and device.arch.startswith(amd)
-
-
 def choose_attention(
-    asked: str, device: Device, dtype: torch.dtype, heads, single=False, probe=None, longest=0,
-    among: tuple = IMPLS,
-) -> tuple[str, list]:  # fmt: skip
+    asked: str,
+    device: Device,
+    dtype: torch.dtype,
+    heads: tuple,
+    single: bool = False,
+    longest: int = 0,
+    among: tuple[str, ...] = IMPLS,
+    probe=try_once,
+) -> tuple[str, list[str]]:
     """(backend, reasons): the fastest backend that runs here, and a line for each rejected one.
 
-    heads: as costs.Heads. single: as in why_not. probe(impl, dtype, heads) -> error or None is
-    called for each candidate on a GPU. longest: tokens of the longest document. among: what auto
-    chooses from. Raises UserError if a requested backend can't run."""
-    if asked != "auto" and asked not in IMPLS:
+    heads: as costs.Heads. single: as in why_not. longest: tokens of the longest document. among:
+    what auto chooses from. probe: as probes.try_once. Raises UserError if a requested backend can't
+    run."""
+    auto = asked == "auto"
+    if not auto and asked not in IMPLS:
         raise UserError(f"--attn_impl {asked}: choose from auto, {', '.join(IMPLS)}")
-    probe = probe or probe_backend
-    reasons = []
-    impls = among if asked == "auto" else (asked,)
-    if asked == "auto" and not (longest >= LONG and is_sm(device, 90)):
+    impls = among if auto else (asked,)
+    if auto and not (longest >= LONG and is_sm(device, 90)):
         impls = [impl for impl in among if impl != "varlen_cudnn"]  # no gain, or not measured
+    reasons = []
     for impl in impls:
         problem = why_not(impl, device, dtype, single)
-        if (impl, asked) == ("sdpa", "auto") and not has_fused_kernels(device):
+        if problem is None and impl == "sdpa" and auto and not has_fused_kernels(device):
             # without fused kernels, buckets gain more by computing less padding
-            problem = problem or "bucketed is as fast without fused kernels"
+            problem = "bucketed is as fast without fused kernels"
         if problem is None and device.type == "cuda" and not impl.endswith("math"):
-            problem = probe(impl, dtype, heads)
+            versions = versions_of("flash_attn") if impl == "flash_attn" else ()
+            problem = probe("attention", dtype_name(dtype), impl, *heads, versions=versions)
         if problem is None:
             return impl, reasons
         reasons.append(f"{impl}: {problem}")
     raise UserError(f"--attn_impl {asked} can't run on {device}: {reasons[0].split(': ', 1)[1]}")
-
-
-def probe_backend(impl: str, dtype: torch.dtype, heads) -> str | None:
-    """Why `impl` fails or is wrong here, tested in its own process; None if it is correct."""
-    versions = (version("flash_attn"),) if impl == "flash_attn" else ()
-    given = "attention", dtype_name(dtype), impl, *heads
-    return probe_once(MODULE, *given, versions=versions)
-
-
-def compare_with_math(
-    impl: str, dtype: torch.dtype, heads, device: str, fused: bool = False
-) -> float:
-    """Largest error of output and gradients against fp32 math, relative to the largest value.
-
-    fused: without SDPA's math kernel, which it takes silently if it refuses the fused ones. Raises
-    RuntimeError if it refuses them."""
-    H, KV, D, E = heads
-    B, S, lengths = 2, 256, [256, 256] if impl == "sdpa" else [250, 6, 100, 156]
-    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist(), B * S], dtype=torch.int32)
-    torch.manual_seed(0)
-    shapes = (H, D), (KV, D), (KV, E)
-    leaves = [torch.randn(B, n, S, width, device=device).to(dtype) for n, width in shapes]
-    up = torch.randn(B, S, H, E, device=device).to(dtype)
-    results = []
-    for which, cast in ((impl, dtype), ("math", torch.float32)):
-        qkv = [x.detach().to(cast).requires_grad_() for x in leaves]
-        docs = make_documents(cu, (B, S), which, torch.device(device), long=120)
-        if fused and which == impl:
-            # with full rows, bucketed is sdpa without its own list of kernels
-            with sdpa_kernel(FASTEST_FIRST[:-1], set_priority=impl == "sdpa"):
-                out = BACKENDS["bucketed"](*qkv, docs, D**-0.5)
-        else:
-            out = BACKENDS[which](*qkv, docs, D**-0.5)
-        results.append([out, *torch.autograd.grad(out, qkv, up.to(cast))])
-    pairs = zip(*results, strict=True)
-    return max(((a.float() - b).abs().max() / b.abs().max()).item() for a, b in pairs)
-
-
-def attention_fault(dtype: str, impl: str, *heads: str) -> str | None:
-    """What is wrong with a backend on this GPU. heads: as costs.Heads, as text."""
-    device = this_device()
-    fused = impl in ("sdpa", "bucketed") and has_fused_kernels(device)
-    try:
-        error = compare_with_math(impl, DTYPES[dtype], map(int, heads), "cuda", fused)
-    except RuntimeError as e:
-        if not fused or not re.search("No (available kernel|viable backend)", str(e)):
-            raise
-        allow, name = "", "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
-        if device.arch.startswith(("gfx11", "gfx12")) and os.environ.get(name) != "1":
-            allow = f"; if those for {device.arch} are experimental, {name}=1 allows them"
-        return f"PyTorch refuses its fused kernels here; bucketed_math runs the math kernel{allow}"
-    return above("the result differs from math", error, dtype)
-
-
-def above(what: str, error: float, dtype: str) -> str | None:
-    """What to say of an error that is above the bound of a compute dtype, or NaN."""
-    bound = BOUNDS[dtype]
-    return None if error < bound else f"{what} by {error:.1e}, the limit is {bound:.0e}"
 
 
 def fused_kernels(impl: str) -> list:
@@ -213,17 +127,69 @@ def fused_kernels(impl: str) -> list:
         importlib.import_module("flash_attn.flash_attn_interface")
         names = ["flash_attn._flash_attn_varlen_forward"]
     else:
-        kinds = "cudnn_attention", "flash_attention", "efficient_attention"
-        names = [f"aten._scaled_dot_product_{kind}" for kind in (*kinds, f"{kinds[1]}_for_cpu")]
-    places = [(getattr(torch.ops, space), op) for space, op in (n.split(".") for n in names)]
-    return [getattr(space, op).default for space, op in places if hasattr(space, op)]
+        kinds = ("cudnn", "flash", "efficient")
+        names = [f"aten._scaled_dot_product_{kind}_attention" for kind in kinds]
+        names.append("aten._scaled_dot_product_flash_attention_for_cpu")
+    operators = []
+    for name in names:
+        space, operator = name.split(".")
+        space = getattr(torch.ops, space)
+        if hasattr(space, operator):
+            operators.append(getattr(space, operator).default)
+    return operators
+
+
+# ---------------------------------------------------------------- linear attention
+
+
+def refuse_flags(args: Args, config) -> None:
+    """Raise UserError for flags that don't work with a delta rule."""
+    if not is_hybrid(config):
+        return
+    for flag, none in (("sequence_parallel", 1), ("tensor_parallel", 1), ("psgd_rank", 0)):
+        if getattr(args, flag, none) != none:
+            raise UserError(
+                f"--{flag} does not work with the linear attention of {config.model_type}"
+            )
+
+
+def try_rule(rule: str, dtype: str, config) -> str | None:
+    """Why a kernel of linear attention can't be used on this GPU; None if it can."""
+    versions = versions_of("fla-core", "triton", "tilelang")  # they have kernels or compile them
+    heads = heads_of_rule(config)
+    # Triton tries variants of each kernel, which takes minutes
+    return try_once("delta", rule, dtype, *heads, versions=versions, seconds=900)
+
+
+def choose_rule(
+    attn_impl: str, device: Device, dtype: torch.dtype, config, probe=try_rule
+) -> tuple[tuple[str, tuple], list[str]]:
+    """((a name for delta.rule_of, the backends of attention that go with it), lines). attn_impl: as
+    asked for. probe: as try_rule. Raises UserError for backends that don't work with it."""
+    if not is_hybrid(config):
+        return ("chunked", IMPLS), []
+    lines, why = [], "on a CPU"
+    if device.type == "cuda":
+        why = "slow on a GPU; pip install fla-core for its kernels"
+        for rule in DELTA_KERNELS if importlib.util.find_spec("fla") else ():
+            problem = probe(rule, dtype_name(dtype), config)
+            if problem is None:
+                return (rule, IMPLS), [*lines, f"linear attention: {rule}"]
+            lines.append(f"linear attention: not {rule}: {problem}")
+            why = "slow on a GPU"
+    if attn_impl not in ("auto", *BUCKETED):
+        raise UserError(
+            f"--attn_impl {attn_impl}: without kernels of fla-core, the linear attention of "
+            f"{config.model_type} needs one of {', '.join(BUCKETED)}"
+        )
+    return ("chunked", BUCKETED), [*lines, f"linear attention: chunked, in PyTorch ({why})"]
 
 
 # ---------------------------------------------------------------- experts
 
 
-def choose_product(config, device: Device, dtype: torch.dtype, probe=None) -> tuple[str, str]:
-    """(a name from experts.PRODUCTS, the reason). probe() -> error or None runs on a GPU."""
+def choose_product(config, device: Device, dtype: torch.dtype, probe=try_once) -> tuple[str, str]:
+    """(a name from experts.PRODUCTS, the reason). probe: as probes.try_once."""
     importlib.import_module("transformers.integrations.moe")  # which registers both
     if device.type == "cpu":
         return "looped", "on a CPU"
@@ -231,8 +197,8 @@ def choose_product(config, device: Device, dtype: torch.dtype, probe=None) -> tu
         return "looped", "the grouped product needs bf16"
     if config.hidden_size % 8 or config.moe_intermediate_size % 8:
         return "looped", "the grouped product needs sizes that are multiples of 8"
-    probe = probe or functools.partial(probe_once, MODULE, "experts", dtype_name(dtype))
-    if problem := probe():
+    problem = probe("experts", dtype_name(dtype))
+    if problem:
         return "looped", f"the grouped product does not work here: {problem}"
     if is_sm(device, 90) and not is_sm(device, 110):
         return "grouped", "one kernel for all experts"
@@ -247,38 +213,22 @@ def why_not_compiled(product: str) -> str | None:
     return None
 
 
-def experts_fault(dtype: str) -> str | None:
-    """What differs between both products, with an expert that has no rows."""
-    from llm_demo.core.experts import PRODUCTS
-
-    torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    x, weight = torch.randn(96, 64, device=device), torch.randn(4, 128, 64, device=device)
-    ends = torch.tensor([40, 40, 41, 96], dtype=torch.int32, device=device)
-    results = []
-    for product in PRODUCTS.values():
-        leaves = [t.to(DTYPES[dtype]).requires_grad_() for t in (x, weight)]
-        y = product(leaves[0], leaves[1].mT, ends)
-        results.append([y, *torch.autograd.grad(y.float().square().sum(), leaves)])
-    for name, a, b in zip(("results", "gradients", "weights' gradients"), *results, strict=True):
-        if not (a.float() - b.float()).norm() <= 1e-2 * b.float().norm():
-            return f"{name} differ from single products"
-    return None
-
-
 # ---------------------------------------------------------------- torch.compile
 
 
 def choose_compile(
-    asked: bool | None, device: Device, attn_impl: str, probe=None, problem: str | None = None,
+    asked: bool | None,
+    device: Device,
+    attn_impl: str,
+    problem: str | None = None,
     dtype: torch.dtype = torch.bfloat16,
-) -> tuple[bool, str]:  # fmt: skip
+    probe=try_once,
+) -> tuple[bool, str]:
     """(whether to compile, the reason). asked: None decides here. problem: why this model's blocks
-    can't be compiled, if so.
+    can't be compiled, if so. probe: as probes.try_once.
 
-    probe() -> error or None runs on a GPU before any real compilation: without a C compiler, for
-    example, Triton fails only in the first step, and no one has run our kernel on some cards."""
-    probe = probe or functools.partial(probe_once, MODULE, "compile", dtype_name(dtype), attn_impl)
+    A GPU is probed before any real compilation: without a C compiler, for example, Triton fails
+    only in the first step, and no one has run our kernel on some cards."""
     if asked is False:
         return False, "as requested"
     if asked is None:
@@ -288,87 +238,120 @@ def choose_compile(
             return False, f"not measured on {device.arch}; --compile tests and enables it"
         if attn_impl.startswith("bucketed") or attn_impl == "math":
             return False, f"attention {attn_impl} has shapes that change with the data"
-    if problem := problem or (probe() if device.type == "cuda" else None):
+    if not problem and device.type == "cuda":
+        problem = probe("compile", dtype_name(dtype), attn_impl)
+    if problem:
         return False, f"torch.compile does not work here: {problem}"
     return True, "as requested" if asked else "fewer and larger kernels"
 
 
-def compare_with_eager(impl: str, dtype: torch.dtype, device: torch.device) -> float:
-    """Largest error of a compiled block and loss, with attention `impl`, and of their gradients
-    against plain PyTorch in fp32: the norm of the difference, relative to that of the result."""
-    # not above: who only chooses does not need them
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    from llm_demo.core.decoder import Blocks, DecoderLoss, compile_forward
-    from llm_demo.core.rows import position_ids
-
-    B, S, columns = 2, 128, 8208  # the loss kernel reads two whole blocks of columns and a part
-    config = Qwen3Config(
-        vocab_size=columns, hidden_size=256, intermediate_size=512, num_hidden_layers=1,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=64, initializer_range=0.1,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    ids, targets = (torch.randint(columns, shape, device=device) for shape in ((B, S), (B * S,)))
-    ends = [S, B * S, B * S] if impl == "sdpa" else [100, S, B * S]
-    cu = torch.tensor([0, *ends], dtype=torch.int32)
-    plain, ours = (
-        AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=f"packed_{name}")
-        for name in ("math", impl)
-    )
-    ours.to(device, dtype)
-    plain.to(device).load_state_dict(ours.state_dict())
-    ours.model.rotary_emb = plain.model.rotary_emb  # in fp32
-    results = []
-    for lm, name in ((plain, "math"), (ours, impl)):
-        unit = Blocks(list(lm.model.layers), checkpointing=False)
-        if lm is ours:
-            compile_forward(unit)
-        model = DecoderLoss(lm, [unit], compiled=lm is ours)
-        where = position_ids(cu.to(device), (B, S)), make_documents(cu, (B, S), name, device)
-        loss = model(ids, *where, torch.arange(B * S, device=device), targets)
-        results.append([loss, *torch.autograd.grad(loss, list(lm.parameters()))])
-    pairs = zip(*results, strict=True)
-    return max(((a - b.float()).norm() / a.norm()).item() for a, b in pairs)
-
-
-def compiling_fault(dtype: str, impl: str) -> str | None:
-    """What is wrong with compiled blocks and loss on this GPU."""
-    error = compare_with_eager(impl, DTYPES[dtype], torch.device("cuda"))
-    return above("compiled and plain results differ", error, dtype)
-
-
 def compiles_adamw(
-    works: bool, n_params: int, world_size: int, say: Callable, flat: bool = False
-) -> bool:
-    """Whether to compile AdamW. works: torch.compile works here; n_params: of the whole model;
-    flat: a unit's parameters are one tensor. On two H200 it gained 3 % for 8B; for 0.6B with small
-    tensors the gain was within noise (bench/LOG.md)."""
-    chosen = works and (flat or n_params / world_size >= 1e9)
-    if chosen:
-        why = "for large tensors" if flat else "faster from 1e9 parameters a process on"
-        say(f"adamw: compiled ({why})")
-    return chosen
+    works: bool, n_params: int, world_size: int, flat: bool = False
+) -> tuple[bool, list[str]]:
+    """(whether to compile AdamW, lines). works: torch.compile works here; n_params: of the whole
+    model; flat: a unit's parameters are one tensor. On two H200 it gained 3 % for 8B; for 0.6B with
+    small tensors the gain was within noise (bench/LOG.md)."""
+    if not works:
+        return False, []
+    if flat:
+        return True, ["adamw: compiled (for large tensors)"]
+    if n_params / world_size >= 1e9:
+        return True, ["adamw: compiled (faster from 1e9 parameters a process on)"]
+    return False, []
+
+
+# ---------------------------------------------------------------- fp8
+
+
+def choose_fp8(
+    args: Args, device: Device, compute: Compute, seq_len: int, probe=try_once
+) -> tuple[str, list[str]]:
+    """(--fp8 or "", lines). seq_len: tokens of a row. probe: as probes.try_once. Raises UserError
+    where it can't work."""
+    if args.fp8 == "none":
+        return "", []
+    flag, on_gpu = f"--fp8 {args.fp8}", device.type == "cuda"
+    tokens = args.micro_batch_size * seq_len // args.sequence_parallel
+    multiple = {"rowwise": 16, "blockwise": BLOCK}.get(args.fp8, 1)
+    if device.vendor == "amd":
+        raise UserError(f"{flag}: not supported on AMD GPUs: {device.name} ({device.arch})")
+    if on_gpu and not is_sm(device, 89):
+        raise UserError(f"{flag}: {device.name} ({device.arch}) has no fp8: it came with sm_89")
+    if compute.dtype == torch.float16 or on_gpu and compute.dtype != torch.bfloat16:
+        raise UserError(f"{flag} needs --dtype bf16, not {dtype_name(compute.dtype)}")
+    if on_gpu and not compute.compile:
+        raise UserError(f"{flag} needs compiled blocks, without which it is slower than bf16")
+    if tokens % multiple:
+        raise UserError(
+            f"{flag}: a micro-batch has {tokens} tokens, which must be a multiple of {multiple}: "
+            "set --seq_len or --micro_batch_size"
+        )
+    if not on_gpu:
+        return args.fp8, ["fp8: emulated on a CPU, which is slow"]
+    problem = probe("fp8", args.fp8)
+    if problem:
+        raise UserError(f"{flag} does not work here: {problem}")
+    return args.fp8, []
+
+
+def give_fp8(lm: nn.Module, compute: Compute, shares: int) -> list[str]:
+    """core.fp8.use_fp8 as decided; lines for the log. Raises UserError if it is for no layer."""
+    if not compute.fp8:
+        return []
+    done, left = layer_kinds(*use_fp8(lm, compute.fp8, shares))
+    if not done:
+        raise UserError(f"--fp8 {compute.fp8}: no layer of this model's blocks is large enough")
+    if experts_of(lm.config):
+        left.append("experts and routers")
+    rest = ", ".join([*left, "embedding", "head"])
+    return [f"fp8: {compute.fp8} products, approximate: {', '.join(done)}; not: {rest}"]
+
+
+# ---------------------------------------------------------------- 4 bits
+
+
+def decide_four_bits(args: Args, source, world: World) -> None:
+    """Raise UserError on every rank if --base_bits 4 can't work on one of them, and for files in 4
+    bits without it. source: a Source."""
+    if args.base_bits != 4:
+        if source.weights and source.weights.packed:
+            raise UserError(
+                f"{source.folder} holds weights in 4 bits: train adapters over them with "
+                "fsdp/train_fsdp.py --lora_rank 16 --base_bits 4, or give a copy in bf16"
+            )
+        return
+    if experts_of(source.config):
+        raise UserError("--base_bits 4 does not work with mixtures of experts: drop it")
+    once_per_node(world, need_library)
+    if world.device.type == "cuda":
+        problem = from_rank0(world, functools.partial(try_once, "four_bits"))
+        if problem:
+            raise UserError(f"--base_bits 4 does not work here: {problem}")
+        from llm_demo.core import four_bits_kernel  # noqa: F401  a GPU computes the values by it
 
 
 # ---------------------------------------------------------------- all of them
 
 
 def decide_compute(
-    args: Args, ask: Callable, device: Device, dtype: torch.dtype, config, packs: list,
-    among: tuple = IMPLS,
-) -> tuple[Compute, list[str]]:  # fmt: skip
-    """(kernels of attention and experts, and whether to compile; lines). ask(choose): what choose()
-    returns on rank 0. packs: the Rows of all data. among: as of choose_attention."""
-    heads = share_of_heads(heads_of(config), args.sequence_parallel)
-    single = all(p.single for p in packs)
-    longest = max((p.longest for p in packs), default=0)
-    attn_impl, rejected = ask(
-        lambda: choose_attention(args.attn_impl, device, dtype, heads, single, None, longest, among)
+    args: Args, device: Device, dtype: torch.dtype, config, packs: list
+) -> tuple[Compute, list[str]]:
+    """(kernels of attention and experts, fp8, and whether to compile; lines). packs: the Rows of
+    all data, the training rows first. Raises UserError for flags that can't work."""
+    (rule, among), lines = choose_rule(args.attn_impl, device, dtype, config)
+    attn_impl, rejected = choose_attention(
+        args.attn_impl,
+        device,
+        dtype,
+        heads=share_of_heads(heads_of(config), args.sequence_parallel),
+        single=all(p.single for p in packs),
+        longest=max((p.longest for p in packs), default=0),
+        among=among,
     )
     why = "; ".join(f"not {reason}" for reason in rejected)
     if args.attn_impl != "auto":
         why = "as requested"
-    lines = [f"attention: {attn_impl}" + (f" ({why})" if why else "")]
+    lines.append(f"attention: {attn_impl}" + (f" ({why})" if why else ""))
     product, problem = "looped", None
     if experts_of(config):
         if args.activation_memory_budget < 1:
@@ -376,20 +359,13 @@ def decide_compute(
                 "--activation_memory_budget may choose other experts in the backward: use "
                 "--use_activation_checkpointing"
             )
-        product, why = ask(lambda: choose_product(config, device, dtype))
+        product, why = choose_product(config, device, dtype)
         lines.append(f"experts: {product} products ({why})")
         problem = why_not_compiled(product)
-    compiled, why = ask(
-        lambda: choose_compile(args.compile, device, attn_impl, None, problem, dtype)
-    )
+    compiled, why = choose_compile(args.compile, device, attn_impl, problem, dtype)
     lines.append(f"compile: {'yes' if compiled else 'no'} ({why})")
     if args.activation_memory_budget < 1 and not compiled:
         raise UserError("--activation_memory_budget works on compiled blocks: add --compile")
-    return Compute(dtype, attn_impl, compiled, product), lines
-
-
-PROBES = {"attention": attention_fault, "experts": experts_fault, "compile": compiling_fault}
-
-if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):
-        sys.exit(PROBES[sys.argv[1]](*sys.argv[2:]))
+    compute = Compute(dtype, attn_impl, compiled, product, rule=rule)
+    fp8, more = choose_fp8(args, device, compute, packs[0].seq_len if packs else 0)
+    return compute._replace(fp8=fp8), [*lines, *more]

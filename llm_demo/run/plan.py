@@ -44,10 +44,7 @@ from llm_demo.model.positions import position_limit, window_of, without_window
 from llm_demo.model.source import with_date
 from llm_demo.model.weights_files import fingerprint, refuse_other_adapters
 from llm_demo.run.checkpoint_files import checked_facts, compare_shapes, find_checkpoint, weights_of
-from llm_demo.run.choices import Compute, decide_compute
-from llm_demo.run.choose_delta import decide_rule, refuse_flags
-from llm_demo.run.choose_four_bits import decide_four_bits
-from llm_demo.run.choose_fp8 import decide_fp8
+from llm_demo.run.choices import Compute, decide_compute, decide_four_bits, refuse_flags
 from llm_demo.run.folder import settings_of
 from llm_demo.run.inputs import heldout_file
 from llm_demo.run.log import Log
@@ -126,9 +123,8 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
     config = without_window(source.config, longest)
     sample_tokens = tell(decide_answers(args.sample_tokens, source.config, data))
     source = source._replace(config=config)
-    ask = functools.partial(from_rank0, world)
-    rule, among = tell(decide_rule(args, ask, device, dtype, source.config))
-    compute = tell(decide_compute(args, ask, device, dtype, source.config, data.packs(), among))
+    choose = functools.partial(decide_compute, args, device, dtype, source.config, data.packs())
+    compute = tell(from_rank0(world, choose))._replace(lora=lora)
     rows_of = tell(decide_order(args, horizon, train))
     example = describe_example(train, source.tokenizer, int(rows_of(0)[0]))
     say(f"example, learnt tokens in ⟦⟧:\n{example}")
@@ -145,8 +141,6 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
         **train.documents.identity, "seed": args.seed, "rows of a step": horizon.global_batch,
         "shuffle": args.shuffle, "length_warmup": args.length_warmup,
     }  # fmt: skip
-    fp8 = tell(decide_fp8(args, ask, device, compute, train.seq_len))
-    compute = compute._replace(lora=lora, fp8=fp8, rule=rule)
     return Plan(source, data, compute, horizon, rows_of, identity, sample_tokens)
 
 
