@@ -162,7 +162,7 @@ def test_without_room_for_copies_training_waits(tmp_path, monkeypatch):
         folder = tmp_path / str(ranks)
         folder.mkdir()
         checkpoints = make(folder, save=True, save_every=2)
-        checkpoints.own_folder(lambda: state(1), last=False)
+        checkpoints.prepare_folder(lambda: state(1), last=False)
         checkpoints.save(2, state(2), checkpoints.log.facts(), wait=False)
         waits = any("too little host memory for copies" in line for line in checkpoints.log.said)
         assert waits == (not checkpoints.thread) == (ranks == 2)
@@ -173,7 +173,7 @@ def test_without_room_for_copies_training_waits(tmp_path, monkeypatch):
 def test_memory_for_the_first_copies_is_there_before_they_are_made(tmp_path):
     """Also of tensors on the host, as --optimizer_on_host has them: training would wait for it."""
     checkpoints = make(tmp_path, save=True, save_every=2)
-    checkpoints.own_folder(lambda: state(1), last=False)
+    checkpoints.prepare_folder(lambda: state(1), last=False)
     checkpoints.reserving.join()
     prepared = {name: checkpoints.staged[name].data_ptr() for name in state(2)}
     checkpoints.save(2, state(2), checkpoints.log.facts(), wait=False)
@@ -206,23 +206,13 @@ def test_other_data_is_refused_with_the_difference_named(tmp_path):
     assert voice.said[-1] == "resume: settings changed: lr was 0.1, is 0.2"
 
 
-def test_other_rows_a_step_come_with_the_accumulation_that_has_as_many(tmp_path):
-    rows, first = "rows of a step", {**FLAGS, "save": True, "resume": None, **KEEP}
-    save(checkpoints_of(Voice(tmp_path), {rows: 16}, first), 1)
-    for now, accum, hint in ((8, 2, "--grad_accum_steps 4 makes it 16; to "), (12, 1, "to ")):
-        with pytest.raises(UserError, match=f"{rows} was 16, is {now}; {hint}continue anyway"):
-            checkpoints_of(Voice(tmp_path), {rows: now}, {**FLAGS, "grad_accum_steps": accum})
-
-
-def test_a_changed_router_is_said_or_refused(tmp_path):
+def test_a_changed_router_is_said(tmp_path):
     first = Voice(tmp_path, router_aux_loss=0.01, freeze_router=False)
     save(checkpoints_of(first, {}, {**FLAGS, "save": True, "resume": None, **KEEP}), 1)
     voice = Voice(tmp_path)  # of a script without these flags
     del voice.settings["router_aux_loss"], voice.settings["freeze_router"]
     checkpoints_of(voice, {}, FLAGS)
     assert "router_aux_loss was 0.01, is 0.0" in voice.said[-1]
-    with pytest.raises(UserError, match="--freeze_router was False, is True"):
-        checkpoints_of(Voice(tmp_path, router_aux_loss=0.01, freeze_router=True), {}, FLAGS)
 
 
 def test_settings_of_another_script_are_no_change_at_their_defaults(tmp_path):

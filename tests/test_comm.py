@@ -28,7 +28,7 @@ with timer.mute():
     dist.barrier(); dist.all_reduce(x)
 time.sleep(0.1 * (1 - rank))  # and rank 1 for rank 0
 dist.send(x, 1) if rank == 0 else dist.recv(x, 0)
-busy, exposed, _, operations = timer.read(timer.take(), origin)
+busy, exposed, operations = timer.read(timer.take(), origin)
 everyone = [None] * 2
 timer.remove()
 assert dist.all_reduce is original
@@ -84,15 +84,15 @@ def test_exposed_is_communication_that_the_compute_stream_waits_for():
 
     timer = CommTimer(torch.device("cpu"), 0, 2)
     ops = [
-        (("all_to_all_single", "", 0), at(1), at(10), False, 0.0, 0.0),  # hidden up to 8
-        (("send", 0), at(20), at(21), True, 0.0, 2.0),  # on the compute stream itself
+        (("all_to_all_single", "", 0), at(1), at(10), False, 0.0),  # hidden up to 8
+        (("send", 0), at(20), at(21), True, 0.0),  # on the compute stream itself
     ]
     waits = [
         (at(8), at(13)),
         (at(30), at(31)),
     ]  # both for a sum on the other stream, the first for the operation, too
-    busy, exposed, doubt, operations = timer.read((ops, waits), at(0))
-    assert busy == pytest.approx(10) and exposed == pytest.approx(3) and doubt == 2
+    busy, exposed, operations = timer.read((ops, waits), at(0))
+    assert busy == pytest.approx(10) and exposed == pytest.approx(3)
     assert [*operations.values()] == [pytest.approx((1, 10)), pytest.approx((20, 21))]
 
 
@@ -112,7 +112,7 @@ def test_a_send_is_waited_for_before_its_time_is_read():
     timer, (origin, start, end) = CommTimer(torch.device("cpu"), 0, 2), (Event() for _ in range(3))
     for event in (origin, start, end):
         event.record()
-    busy, *_ = timer.read(([((0, 1, "", 0), start, end, False, 0.0, 0.0)], []), origin)
+    busy, *_ = timer.read(([((0, 1, "", 0), start, end, False, 0.0)], []), origin)
     assert busy >= 0
 
 
@@ -202,7 +202,7 @@ def timer_of(device, monkeypatch):
 
 
 def timed(device, kernels, monkeypatch):
-    """What the timer says of (ms, communicates) kernels: (busy, doubt), and the truth."""
+    """What the timer says of (ms, communicates) kernels: busy ms, and the truth."""
     timer = timer_of(device, monkeypatch)
     origin = timer.event()
     for ms, communicates in kernels:
@@ -210,25 +210,23 @@ def timed(device, kernels, monkeypatch):
             timer._timed("send", lambda ms, _: device.kernel(ms, True), (ms, 1), {})
         else:
             device.kernel(ms)
-    busy, _, doubt, _ = timer.read(timer.take(), origin)
-    return busy, doubt, union(device.true)
+    busy, _, _ = timer.read(timer.take(), origin)
+    return busy, union(device.true)
 
 
 @pytest.mark.parametrize("scale", [1, 0.05])
-def test_a_late_host_makes_events_wrong_by_no_more_than_they_doubt(scale, monkeypatch):
+def test_events_are_right_unless_the_host_is_late(scale, monkeypatch):
     """A recorded step of a pipeline, on a stream that is simulated; short kernels keep it idle."""
     with gzip.open(ROOT / "tests/traces/h200_pipeline_rank0.json.gz") as f:
         events = sorted(json.load(f)["traceEvents"], key=lambda e: e["ts"])
     kernels = [(scale * e["dur"] / 1e3, "nccl" in e["name"]) for e in events]
-    for pauses in (0, 0.01, 0.3):
-        found = [timed(Device(seed, pauses), kernels, monkeypatch) for seed in range(10)]
-        for busy, doubt, truth in found:
-            assert abs(busy - truth) <= doubt + in_gaps(sum(c for _, c in kernels))
-            if not pauses:
-                assert busy == pytest.approx(truth, rel=0.05, abs=in_gaps(3))
+    for seed in range(3):
+        busy, truth = timed(Device(seed, 0), kernels, monkeypatch)
+        assert busy == pytest.approx(truth, rel=0.05, abs=in_gaps(3))
+    found = [timed(Device(seed, 0.3), kernels, monkeypatch) for seed in range(10)]
     # on a busy host they are wrong: too small where it was late after a launch, too large where it
     # was late to record the second event
-    assert any(abs(busy - truth) > 0.1 * truth for busy, _, truth in found)
+    assert any(abs(busy - truth) > 0.1 * truth for busy, truth in found)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +250,7 @@ def test_a_late_launch_is_no_communication(name, before, expected, monkeypatch):
     if before:
         device.kernel(before)
     timer._timed(name, operation, (), {})
-    busy, exposed, _, operations = timer.read(timer.take(), origin)
+    busy, exposed, operations = timer.read(timer.take(), origin)
     assert busy == exposed == pytest.approx(expected[1] - expected[0], abs=in_gaps(1))
     assert [*operations.values()] == [pytest.approx(expected, abs=in_gaps(2))]
 
@@ -305,7 +303,7 @@ def assert_agrees(rank, profile):
     truth, light = profile["ranks"][rank], {k: v[rank] for k, v in profile["timer"].items()}
     kept = {k: truth[k] for k in ("comm", "exposed", "host")}
     said = f"rank {rank}: events {light}, trace {kept}"
-    apart = light["doubt"] + in_gaps(sum(n for _, n, _ in truth["kinds"].values()))
+    apart = truth["host"] + in_gaps(sum(n for _, n, _ in truth["kinds"].values()))
     busy, exposed = light["perf/comm_ms"], light["perf/comm_exposed_ms"]
     assert truth["comm"] * 0.95 - apart <= busy <= truth["comm"] * 1.05 + apart, said
     assert exposed <= truth["exposed"] * 1.05 + truth["host"] + apart, said

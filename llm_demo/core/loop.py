@@ -76,7 +76,7 @@ def begin(job, engine) -> None:
     if job.plan.data.heldout and (not saver.path or saver.facts.get("unevaluated")):
         if not evaluate(job, engine, saver.first_step):
             raise saver.stopped(f"before step {saver.first_step + 1}")
-    saver.listen()  # a new run: until now a stop loses nothing
+    saver.listen()  # from here on a signal saves first
     with timer.mute():
         if saver.first_step == job.plan.horizon.max_steps:  # only the last evaluation was missing
             records.open()
@@ -101,7 +101,7 @@ def save(job, engine, step: int, last: bool, evaluated: bool) -> None:
         return
     with timer.mute():
         if step == saver.first_step + 1:
-            saver.own_folder(engine.state, last)
+            saver.prepare_folder(engine.state, last)
         stop = saver.stop_asked()
     if stop or last or args.save_every and step % args.save_every == 0:
         records.flush()  # metrics.jsonl holds all steps up to this one

@@ -12,9 +12,6 @@ threads. On a CPU the clock is read instead.
              operation on any of its ranks; a send and its receive count as one operation, matched
              by order; a wait for a signal of copy_engines.py is all wait
 
-    doubt    how far busy may be off because the stream was idle while the host was still launching:
-             at most what the host took from recording an operation's first event to its second
-
 profiling.py takes busy and wait from a profiler's trace. Its exposed is the communication during
 which no kernel runs although one is launched: events know nothing of launches.
 """
@@ -22,7 +19,6 @@ which no kernel runs although one is launched: events know nothing of launches.
 import contextlib
 import functools
 import inspect
-import math
 import resource
 import sys
 import time
@@ -44,9 +40,8 @@ class Timings(NamedTuple):
     numbers: dict[str, torch.Tensor]  # of its last step, on the CPU
     seconds: float
     memory: tuple[float, float, int]  # as memory_peaks, with the retries of this interval
-    busy: float  # see above, as exposed and doubt
+    busy: float  # see above, as exposed
     exposed: float
-    doubt: float
     operations: dict  # {operation: (start, end)} for profiling.waiting
     data: float  # to make the batches
 
@@ -259,7 +254,7 @@ class CommTimer:
             return call(*args, **kwargs)
         ends = ends or (name,)
         ends += (group.group_name if group is not None else "",)  # each has an order of its own
-        begun, start, called = time.perf_counter(), self.event(), time.perf_counter()
+        start, called = self.event(), time.perf_counter()
         result = call(*args, **kwargs)
         # An idle stream passes the event long before the operation is launched, which is the last
         # thing the call does. Copies are several launches, the first of them immediate.
@@ -267,20 +262,20 @@ class CommTimer:
         late = 0.0
         if self.cuda and launched_last and start.query():
             late = (time.perf_counter() - called) * 1e3
-        self._note(ends, start, begun, late)
+        self._note(ends, start, late)
         return result
 
     def _timed_batch(self, call, args, kwargs):
         ops = args[0]
         if self.muted or any(op.tensor.device.type != self.device.type for op in ops):
             return call(*args, **kwargs)
-        begun, start = time.perf_counter(), self.event()
+        start = self.event()
         works = call(*args, **kwargs)
 
         def wait():  # of the works as one
             for work in works:
                 work.wait()
-            self._note(("batch", ""), start, begun)
+            self._note(("batch", ""), start)
 
         return [types.SimpleNamespace(wait=wait)]
 
@@ -295,14 +290,11 @@ class CommTimer:
         self.waits.append((start, end))
         return result
 
-    def _note(self, ends, start, begun, late=0.0):
+    def _note(self, ends, start, late=0.0):
         on_compute = not self.cuda or torch.cuda.current_stream().cuda_stream == self.compute
         key = (*ends, self.counts[ends])
         self.counts[ends] += 1
-        end, doubt = self.event(), 0.0
-        if self.cuda and start.query():
-            doubt = (time.perf_counter() - begun) * 1e3
-        self.ops.append((key, start, end, on_compute, late, doubt))
+        self.ops.append((key, start, self.event(), on_compute, late))
 
     def take(self):
         """Return what was recorded since the last call, for `read` after the step has ended."""
@@ -310,8 +302,8 @@ class CommTimer:
         self.ops, self.waits, self.counts = [], [], Counter()
         return taken
 
-    def read(self, taken, origin) -> tuple[float, float, float, dict]:
-        """(busy ms, exposed ms, doubt ms, {operation: (start, end)}) of what `take` returned, with
+    def read(self, taken, origin) -> tuple[float, float, dict]:
+        """(busy ms, exposed ms, {operation: (start, end)}) of what `take` returned, with
         start and end in ms since `origin`, an earlier event."""
         ops, waits = taken
         for key, _, end, *_ in ops:
@@ -323,7 +315,7 @@ class CommTimer:
             # AMD's drivers have returned small negative times
             return at, at + max(0.0, start.elapsed_time(end) - late)
 
-        timed = [(key, on_compute, interval(s, e, late)) for key, s, e, on_compute, late, _ in ops]
+        timed = [(key, on_compute, interval(s, e, late)) for key, s, e, on_compute, late in ops]
         spans = [span for _, _, span in timed]
         stalls = [interval(s, e) for s, e in waits]
         stalls += [span for _, on_compute, span in timed if on_compute]
@@ -332,5 +324,4 @@ class CommTimer:
         exposed = busy + union(stalls) - union(spans + stalls)
         self.spare += [event for op in ops for event in op[1:3]] if self.cuda else []
         self.spare += [event for pair in waits for event in pair]
-        doubt = math.fsum(op[-1] for op in ops)
-        return busy, exposed, doubt, {key: span for key, _, span in timed}
+        return busy, exposed, {key: span for key, _, span in timed}

@@ -102,9 +102,6 @@ def checked_facts(path: Path) -> dict:
             raise UserError(f"{path} is not a checkpoint of this version: {lack}")
         if name in facts and not fits(facts[name]):
             raise UserError(f"{path}/trainer.json: invalid {name}: {str(facts[name])[:60]!r}")
-    rows = facts.get("identity", {}).get("rows of a step", 1)
-    if not _count(rows, at_least=1):
-        raise UserError(f"{path}/trainer.json: invalid rows of a step: {str(rows)[:60]!r}")
     return facts
 
 

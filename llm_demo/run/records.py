@@ -39,7 +39,6 @@ class History:
         self.tokens = self.label_tokens = 0
         self.records, self.evals = [], []  # logged steps; (step, held-out loss)
         self.exact = []  # (step, share of the held-out rows answered exactly)
-        self.doubts = {}  # step -> doubt of each rank's communication time, see timer.py
 
     def resume(self, facts: dict) -> None:
         """Continue from a checkpoint's facts."""
@@ -176,10 +175,9 @@ class Records:
             name: value if name == "moe/load" else float(value) for name, value in t.numbers.items()
         }
         loss, norm = numbers.pop("loss"), numbers.pop("norm")
-        mine = [loss, *t.memory, t.busy, t.exposed, t.doubt, t.data]
+        mine = [loss, *t.memory, t.busy, t.exposed, t.data]
         ranks, wait = self.gather.step(mine, t.operations)
-        share, memory, reserved, retries, busy, exposed, doubt, data = zip(*ranks, strict=True)
-        self.history.doubts[step] = doubt
+        share, memory, reserved, retries, busy, exposed, data = zip(*ranks, strict=True)
         steps, flops = t.counts["steps"], t.counts["flops"] / t.seconds / self.world.size
         comm = busy, exposed, [ms / steps for ms in wait]
         comm = [[round(ms, 3) for ms in of_ranks] for of_ranks in comm]
@@ -417,5 +415,4 @@ def timed_while_profiled(history: History, first: int, last: int) -> dict | None
     if not all(r["perf/comm_ms"] for r in same):
         return None
     ranks = {k: zip(*(r[k] for r in same), strict=True) for k in TIMES}
-    ranks["doubt"] = zip(*(history.doubts[r["step"]] for r in same), strict=True)
     return {k: [statistics.fmean(x) for x in of_ranks] for k, of_ranks in ranks.items()}

@@ -107,36 +107,20 @@ class Saver:
         changes = differences(before, self.identity)
         if changes:
             text = f"{self.path} was trained on different rows: {'; '.join(changes)}"
-            advice = self._as_many_rows(before)
+            advice = ""
             if any("data file" in change for change in changes):
-                before_in = self.path.parent.parent / "config.json"
-                text += f" (now --train_json {self.args.train_json}; before: see {before_in})"
                 flag = "adapter" if self.adapters else "model_name_or_path"
-                advice += (
+                advice = (
                     f"to train its model on other data, export it (python -m llm_demo.export "
                     f"{shlex.quote(str(self.path))} OUT) and start a new run with --{flag} OUT; "
                 )
             self._refuse(text, advice)
         before = self.facts.get("settings", {})
-        frozen = [bool(values.get("freeze_router")) for values in (before, self.settings)]
-        if frozen[0] != frozen[1]:
-            raise UserError(
-                f"{self.path}: --freeze_router was {frozen[0]}, is {frozen[1]}: AdamW's states of "
-                "the routers would be missing"
-            )
         # a script without a flag has it at its value without effect
         now = {k: self.settings.get(k, getattr(self.args, k, None)) for k in before}
         changes = differences(before, now)
         if changes:
             self.log.say(f"resume: settings changed: {'; '.join(changes)}")
-
-    def _as_many_rows(self, before: dict) -> str:
-        """How to have as many rows a step as the checkpoint, if that is what differs."""
-        rows, now = (identity.get("rows of a step") for identity in (before, self.identity))
-        if rows in (now, None):
-            return ""
-        accum, rest = divmod(rows * self.args.grad_accum_steps, now)
-        return "" if rest or not accum else f"--grad_accum_steps {accum} makes it {rows}; "
 
     def _require_shared_folder(self) -> None:
         """Raise UserError, on all ranks, if a node can't see the run's folder to write its part.
@@ -183,7 +167,7 @@ class Saver:
         for number in stop_signals():
             signal.signal(number, self._ask)
 
-    def own_folder(self, state: Callable[[], dict], last: bool) -> None:
+    def prepare_folder(self, state: Callable[[], dict], last: bool) -> None:
         """After the run's first step, which may be its `last`: describe the model, remove what an
         earlier process left, prepare for saves in the background. state() -> {name: tensor}."""
         if self.world.rank == 0:
