@@ -264,8 +264,8 @@ def saved_bytes(block: Cost, sizes: Sizes, s: Settings) -> float:
 
 def width_of(block: Cost, s: Settings) -> float:
     """Width of a block's network, less if it is frozen and computed again in pieces."""
-    if s.lora and s.use_activation_checkpointing:
-        return block.width * min(1, MLP_PIECE / s.tokens)
+    if s.lora and s.use_activation_checkpointing and s.tokens > 2 * MLP_PIECE:
+        return block.width * MLP_PIECE / s.tokens
     return block.width
 
 
