@@ -212,22 +212,6 @@ def test_bad_flags_are_refused_before_torch_is_imported(kind, flags, variables, 
     assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
 
 
-@pytest.mark.parametrize("kind", LAUNCHERS)
-def test_two_dashes_are_no_value(kind, record_property):
-    """Of any flag of the scripts and commands. argparse before 3.13 would make it []."""
-    parsers = [parsing.parser_of("", [*args.SHARED, *GROUPS[kind]], {})]
-    if kind == "fsdp":
-        parsers += [m.make_parser() for m in (chat, check, evaluate, export, fit)]
-    tried = 0
-    for parser in parsers:
-        for name in (name for action in parser._actions for name in action.option_strings):
-            with pytest.raises(UserError, match=f"^{name}=--: -- is no value: set one behind =$"):
-                parser.parse_args([f"{name}=--"])
-            tried += 1
-    assert tried > 70
-    record_property("bad inputs", tried)
-
-
 # ---------------------------------------------------------------- rules
 
 

@@ -28,7 +28,6 @@ from llm_demo.machine.text import counted
 
 MAX_STEPS = 99_999_999  # the names of checkpoints have eight digits
 MAX_TOKENS = 2**24  # of a row
-MAX_ROWS = 2**20  # of a rank in a step
 MAX_COUNT = 2**16  # rows of a micro-batch, micro-batches of a step, rank of adapters
 
 
@@ -305,12 +304,6 @@ class Args(RunArgs, TrainArgs, DataArgs, ModelArgs):
         parse_steps(args.profile_steps)
         if args.card and args.card not in CARDS:
             raise UserError(f"--card {args.card[:80]}: choose from {', '.join(CARDS)}")
-        rows = args.micro_batch_size * args.grad_accum_steps
-        if rows > MAX_ROWS:
-            raise UserError(
-                f"--micro_batch_size x --grad_accum_steps are {rows:,} rows a step: must be at "
-                f"most {MAX_ROWS:,}"
-            )
         if args.max_steps == 0 and args.num_epochs == 0:
             raise UserError("--max_steps 0 needs --num_epochs above 0")
         if args.early_stopping and args.eval_every % args.save_every:

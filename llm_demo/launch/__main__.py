@@ -36,12 +36,10 @@ from llm_demo.machine.process import (
     stop_signals,
     usable_cores,
 )
-from llm_demo.machine.text import counted
 from llm_demo.run.inputs import look
 
 LOOPBACK = "127.0.0.1"
 MOST_NODES = 100_000
-PER_CORE = 32  # processes for each CPU core: more than anyone tries, few enough to start
 
 
 @dataclass(frozen=True)
@@ -108,15 +106,10 @@ def processes_here() -> int:
     if hide:
         os.environ.update([hide])
         print(others, file=sys.stderr, flush=True)
-    gpus, cores = len(kept), len(usable_cores())
+    gpus = len(kept)
     processes = number("NPROC_PER_NODE", gpus or 2, at_least=1)
     if gpus and processes > gpus:
         raise UserError(f"NPROC_PER_NODE={processes}, but PyTorch sees {gpus} GPU(s) here")
-    if not gpus and processes > PER_CORE * cores:
-        raise UserError(
-            f"NPROC_PER_NODE={processes}: without a GPU at most {PER_CORE * cores}, that is "
-            f"{PER_CORE} for each of the {counted(cores, 'core')} that this process may use"
-        )
     return processes
 
 
