@@ -179,19 +179,19 @@ CONFIGS = {  # what is changed in adapter_config.json: what is said
     "target_modules leaves out model.layers.0.mlp.down_proj": {"target_modules": r".*\.[qv]_proj"},
     "target_modules as a regular expression: ": {"target_modules": "("},
     "target_modules has v_proj, of which": {"target_modules": ["q_proj", "down_proj", "v_proj"]},
-    r"layers.0.* has shape \[6, 64\], but rank 5 and this": {"r": 5},
+    r"layers.0.* has shape \[6, \d+\], but rank 5 and this": {"r": 5},
 }
 TENSORS = {  # the same of adapter_model.safetensors
     "layers.1.self_attn.q_proj.lora_A.weight is missing": {f"{LAYER}.q_proj.lora_A.weight": None},
     "layers.0.self_attn.v_proj.lora_A.weight is missing": {
         f"{LAYER}.v_proj.lora_A.weight": torch.zeros(RANK, 64)},
-    "model.lm_head.lora_A.weight is not a factor": {
+    "model.lm_head.lora_A.weight is not a weight": {
         "base_model.model.lm_head.lora_A.weight": torch.zeros(RANK, 64)},
-    "layers.9.self_attn.q_proj.lora_A.weight is not a factor": {
+    "layers.9.self_attn.q_proj.lora_A.weight is not a weight": {
         "base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight": torch.zeros(RANK, 64)},
     r"lora_A.weight has shape \[6, 32\], but rank 6 and this model imply \[6, 64\]": {
         f"{LAYER}.q_proj.lora_A.weight": torch.zeros(RANK, 32)},
-    "lora_magnitude_vector.weight is not a factor": {
+    "lora_magnitude_vector.weight is not a weight": {
         f"{LAYER}.q_proj.lora_magnitude_vector.weight": torch.zeros(64)},
     "q_proj.lora_A.weight is not finite": {
         f"{LAYER}.q_proj.lora_A.weight": torch.full((RANK, 64), torch.inf)},

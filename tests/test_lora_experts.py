@@ -249,11 +249,11 @@ def test_experts_factors_start_alike_wherever_they_are():
 
 IN_MIXTURES = {
     "layer": ("shared", {"lora_targets": "gate_proj"}, "'gate_proj' can't be adapted in this"),
-    "of attention": ("qwen", {"lora_targets": "gate"}, r"k_proj, v_proj, o_proj \(attention\)"),
-    "experts": ("deepseek", {"lora_targets": "up_proj"}, r"gate_up_proj, down_proj \(experts\)"),
+    "of attention": ("qwen", {"lora_targets": "gate"}, "v_proj, o_proj, gate_up_proj"),
+    "experts": ("deepseek", {"lora_targets": "up_proj"}, "gate_up_proj, down_proj"),
     "dropout": ("qwen", {"lora_dropout": 0.1}, "attention alone: --lora_targets q_proj,k_proj,v_"),
     "dropout of experts": (
-        "qwen", {"lora_dropout": 0.1, "lora_targets": "down_proj"}, "no dropout: drop it$",
+        "qwen", {"lora_dropout": 0.1, "lora_targets": "down_proj"}, "no dropout: drop it, or",
     ),
     "rank": (
         "qwen", {"lora_rank": 33, "lora_targets": "down_proj"},

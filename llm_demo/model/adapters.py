@@ -95,57 +95,54 @@ def matrices_in(config) -> dict[str, tuple]:
 def start_of(adapter: Adapter, targets: str, config) -> dict:
     """`start` and `read` of a Lora with the values of a folder. targets: as --lora_targets. Raises
     UserError if the factors there are not those of this model's blocks."""
-    shapes, file = matrices_in(config), adapter.file
-    # PEFT may have had the whole model, of which this is the text part
-    stored = {name.replace(TEXT_PREFIX, "model.", 1): name for name in adapter.tensors}
-    names = dict.fromkeys(map(target_of, shapes))
+    shapes = matrices_in(config)
+    names = list(dict.fromkeys(map(target_of, shapes)))
     here = [name for name in names if name in adapter.targets]
     wanted = factors_of({"rank": adapter.rank, "targets": here}, shapes)
+    # PEFT may have had the whole model, of which this is the text part
+    stored = {name.replace(TEXT_PREFIX, "model.", 1): name for name in adapter.tensors}
     held = in_peft({name: torch.empty(shape, device="meta") for name, shape in wanted.items()})
-    for name in stored:
-        if name not in held:
-            raise UserError(
-                f"{file}: {name} is not a factor of a layer that can have adapters in this model"
-            )
-    weights = Weights(adapter.folder, dict.fromkeys(adapter.tensors, file))
-    for name, t in held.items():
-        if name not in stored:
-            raise UserError(
-                f"{file}: {name} is missing: each block must have adapters on the same layers"
-            )
-        if (shape := weights.stored[stored[name]]) != t.shape:
-            raise UserError(
-                f"{file}: {name} has shape {list(shape)}, but rank {adapter.rank} and this model "
-                f"imply {list(t.shape)}"
-            )
-    config_file = f"{adapter.folder}/adapter_config.json"
-    listed = set(map(ending, adapter.modules)) if isinstance(adapter.modules, list) else ()
-    if lost := [name for name in names if name in listed and name not in here]:
-        raise UserError(
-            f"{config_file}: target_modules has {lost[0]}, of which {file.name} has no factor"
-        )
-    for name in held:
-        module = MODULE.fullmatch(stored[name])[1]
-        if ".experts." not in name and not adapter.aims_at(module):
-            raise UserError(
-                f"{config_file}: target_modules leaves out {module}, of which {file.name} has a "
-                "factor"
-            )
-    asked = {*names} if targets == ALL else {name.strip() for name in targets.split(",")}
-    if asked != {*here}:
+    of_file = [stored.get(name, name) for name in held]
+    weights = Weights(adapter.folder, dict.fromkeys(adapter.tensors, adapter.file))
+    weights.check(
+        {name: tuple(t.shape) for name, t in zip(of_file, held.values(), strict=True)},
+        implied_by=f"rank {adapter.rank} and this model imply",
+    )
+    dense = [name for name in of_file if ".experts." not in name]
+    refuse_other_targets(adapter, names=names, here=here, factors=dense)
+    asked = names if targets == ALL else [name.strip() for name in targets.split(",")]
+    if {*asked} != {*here}:
         raise UserError(
             f"--lora_targets {targets[:80]} contradicts --adapter {adapter.folder}, which has "
             f"{','.join(here)}: drop the flag"
         )
-    of_file = dict(zip(wanted, (stored[name] for name in held), strict=True))
+    places = dict(zip(wanted, of_file, strict=True))
 
     def read(name: str) -> torch.Tensor:
-        values = weights.read(of_file[name]).float()
-        refuse_non_finite(values, adapter.folder, of_file[name])
+        values = weights.read(places[name]).float()
+        refuse_non_finite(values, adapter.folder, places[name])
         return from_peft(values, wanted[name])
 
     start = {"path": str(adapter.folder.absolute()), "values": weights.digest()}
     return {"start": start, "read": read}
+
+
+def refuse_other_targets(
+    adapter: Adapter, names: list[str], here: list[str], factors: list[str]
+) -> None:
+    """Raise UserError if target_modules does not mean what has factors. names: of what can have
+    adapters; here: of what has; factors: their names, but of experts."""
+    file = f"{adapter.folder}/adapter_config.json"
+    listed = adapter.modules if isinstance(adapter.modules, list) else []
+    for name in map(ending, listed):
+        if name in names and name not in here:
+            raise UserError(f"{file}: target_modules has {name}, of which there is no factor")
+    for factor in factors:
+        module = MODULE.fullmatch(factor)[1]
+        if not adapter.aims_at(module):
+            raise UserError(
+                f"{file}: target_modules leaves out {module}, of which there is a factor"
+            )
 
 
 def origin(adapter: Adapter, args, base: dict) -> list[str]:
@@ -175,33 +172,23 @@ def choose_lora(args, config, base: dict, packed: Container[str] | None = None) 
     its files have in 4 bits, if any. Raises UserError for names that it lacks, a rank larger than
     all matrices, and dropout with experts."""
     shapes = matrices_in(config)
-    names = dict.fromkeys(map(target_of, shapes))
-    of_experts = {target_of(name) for name in shapes if fused(name)}
-    asked = list(names)
+    names = list(dict.fromkeys(map(target_of, shapes)))
+    asked = names
     if args.lora_targets != ALL:
         asked = [part.strip() for part in args.lora_targets.split(",")]
-    if not any(asked):
-        raise UserError(
-            f"--lora_targets names no layer: choose from {', '.join(names)}, or leave it out for "
-            "all of them"
-        )
     for name in asked:
         if name not in names:
-            choices = ", ".join(names)
-            if of_experts:
-                choices = f"{', '.join(n for n in names if n not in of_experts)} (attention), "
-                choices += f"{', '.join(FUSED)} (experts)"
             raise UserError(
                 f"--lora_targets {args.lora_targets[:80]}: {name[:40]!r} can't be adapted in this "
-                f"model; choose from {choices}"
+                f"model; choose from {', '.join(names)}, or leave it out for all of them"
             )
     targets = tuple(name for name in names if name in asked)
-    if args.lora_dropout and of_experts & set(targets):
-        others = ",".join(name for name in targets if name not in of_experts)
-        other = f", or adapt attention alone: --lora_targets {others}" if others else ""
+    of_experts = {target_of(name) for name in shapes if fused(name)}
+    if args.lora_dropout and of_experts & {*targets}:
+        others = ",".join(name for name in names if name not in of_experts)
         raise UserError(
             "--lora_dropout does not work with adapters on experts, for which PEFT has no dropout: "
-            f"drop it{other}"
+            f"drop it, or adapt attention alone: --lora_targets {others}"
         )
     adapted = {name: shape[-2:] for name, shape in shapes.items() if target_of(name) in targets}
     widest = max(adapted, key=lambda name: min(adapted[name]))
@@ -212,10 +199,12 @@ def choose_lora(args, config, base: dict, packed: Container[str] | None = None) 
         )
     lora = Lora(args.lora_rank, args.lora_alpha, args.lora_dropout, targets, 0, base)
     sizes = {name: math.prod(shape) for name, shape in factors_of(lora.facts(), shapes).items()}
-    total, routed = sum(sizes.values()), sum(n for name, n in sizes.items() if "_lora_" in name)
-    chosen = routed // experts_of(config) * config.num_experts_per_tok if routed else 0
+    total = sum(sizes.values())
+    routed = sum(n for name, n in sizes.items() if "_lora_" in name)
+    active = total
+    if routed:
+        active -= routed - routed // experts_of(config) * config.num_experts_per_tok
     stored = in_4_bits(config, shapes, packed) if args.base_bits == 4 else ()
-    active = total - routed + chosen
     return lora._replace(parameters=total, routed=routed, active=active, in_4_bits=stored)
 
 

@@ -27,6 +27,7 @@ import torch
 from llm_demo.core import four_bits
 from llm_demo.core.errors import UserError
 from llm_demo.core.four_bits_library import library, need_library, pack
+from llm_demo.machine.text import blame
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max  # 448
@@ -201,6 +202,7 @@ def _restores(w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 STATE = ".quant_state.bitsandbytes__"
 PARTS = (".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map")
 BESIDE = (*PARTS, f"{STATE}nf4")  # what a weight in 4 bits has beside it
+KINDS = dict(zip(("", *PARTS), ("U8", "U8", "F32", "F32", "F32"), strict=True))  # their types
 
 
 class Stored(NamedTuple):
@@ -217,67 +219,58 @@ def four_bits_of(
     folder: Path,
 ) -> dict[str, Stored]:
     """{weight: Stored} of files. sizes, kinds: {name: shape, type} of all tensors; read(name) ->
-    one. Raises UserError naming a tensor that is missing or is not as its weight implies."""
+    one. Raises UserError naming a tensor that is missing or is of another kind."""
     found = {}
     for state in sorted(name for name in sizes if STATE in name):
         name = state.partition(STATE)[0]
-        stored = _stored(state, read, folder)
-        N, K = stored.shape
-        wanted = {
-            "": ("U8", N * K // 2),
-            ".absmax": ("U8", N * K // four_bits.BLOCK),
-            ".nested_absmax": ("F32", four_bits.scales_of(N, K)),
-            ".quant_map": ("F32", four_bits.NUMBERS),
-            ".nested_quant_map": ("F32", four_bits.SCALES),
-        }
-        for part, (kind, count) in wanted.items():
+        for part, kind in KINDS.items():
             if name + part not in sizes:
                 raise UserError(f"{folder}: {name} is in 4 bits, but {name}{part} is missing")
-            size = sizes[name + part]
-            if torch.Size(size).numel() != count or kinds[name + part] != kind:
+            if kinds[name + part] != kind:
                 raise UserError(
-                    f"{folder}: {name}{part} has shape {list(size)} and type "
-                    f"{kinds[name + part]}, but {name} of shape {[N, K]} has {count:,} of type "
-                    f"{kind}"
+                    f"{folder}: {name}{part} is of type {kinds[name + part]}, not {kind}"
                 )
+        with blame(f"{folder}: {state}"):
+            found[name] = _stored(state, read)
         need_library()
         levels = {
             ".quant_map": library().get_4bit_type("nf4", "cpu"),
             ".nested_quant_map": library().create_dynamic_map(),
         }
         for part, known in levels.items():
-            if not torch.allclose(read(name + part).flatten(), known, atol=1e-6):
+            values = read(name + part).flatten()
+            if values.shape != known.shape or not torch.allclose(values, known, atol=1e-6):
                 raise UserError(f"{folder}: {name}{part} has other levels than bitsandbytes'")
-        found[name] = stored
     return found
 
 
-def _stored(state: str, read: Callable[[str], torch.Tensor], folder: Path) -> Stored:
-    """What a weight's state says. Raises UserError."""
-    try:
-        facts = json.loads(bytes(read(state).tolist()))
-        N, K = map(int, facts["shape"])
-        kind = [facts[key] for key in ("quant_type", "blocksize", "nested_blocksize")]
-        offset = float(facts["nested_offset"])
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as e:
-        raise UserError(f"{folder}: {state} can't be read: {repr(e)[:200]}") from None
-    sizes = 0 < N < 2**31 and 0 < K < 2**31 and K % four_bits.BLOCK == 0
-    known = kind == ["nf4", four_bits.BLOCK, four_bits.GROUP] and state.endswith("nf4")
-    if not (sizes and known):
-        raise UserError(
-            f"{folder}: {state.partition(STATE)[0]} is in {str(kind)[:80]}, of shape "
-            f"{str(facts['shape'])[:80]}: only nf4 by blocks of {four_bits.BLOCK} and "
-            f"{four_bits.GROUP} is read, of rows of whole blocks"
-        )
-    return Stored((N, K), offset)
+def _stored(state: str, read: Callable[[str], torch.Tensor]) -> Stored:
+    """What a weight's state says. Raises ValueError for what is not read, and what libraries
+    raise."""
+    facts = json.loads(bytes(read(state).tolist()))
+    kind = [facts[key] for key in ("quant_type", "blocksize", "nested_blocksize")]
+    if kind != ["nf4", four_bits.BLOCK, four_bits.GROUP] or not state.endswith("nf4"):
+        raise ValueError(f"{kind}: only nf4 by blocks of {four_bits.BLOCK} and {four_bits.GROUP}")
+    rows, columns = facts["shape"]
+    sizes = all(type(n) is int and 0 < n < 2**31 for n in (rows, columns))
+    if not sizes or columns % four_bits.BLOCK:
+        raise ValueError(f"shape {str(facts['shape'])[:80]}: only rows of whole blocks")
+    return Stored((rows, columns), float(facts["nested_offset"]))
 
 
 def packed(
     stored: Stored, name: str, read: Callable[[str], torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(bytes of a weight, its scales) for core.four_bits. Raises UserError if one is not finite."""
+    """(bytes of a weight, its scales) for core.four_bits. Raises UserError if one is not finite, or
+    a tensor has not as many elements as the weight's shape implies."""
     group, *levels = (read(name + part).flatten() for part in PARTS[1:])
     scales = torch.cat([group, torch.tensor([stored.offset]), *levels])
     if not scales.isfinite().all():
         raise UserError(f"{name}: its scales are not finite (NaN or infinity): give another copy")
-    return pack(read(name), read(f"{name}.absmax"), stored.shape), scales
+    N, K = stored.shape
+    with blame(f"{name} of shape {[N, K]} in 4 bits"):
+        if len(group) != four_bits.scales_of(N, K):
+            raise ValueError(f"it has {len(group):,} scales of scales")
+        numbers = read(name).reshape(N, K // 2)
+        absmax = read(f"{name}.absmax").reshape(N, K // four_bits.BLOCK)
+    return pack(numbers, absmax, stored.shape), scales

@@ -265,7 +265,10 @@ def read_chat_template(file: Path, tokenizer) -> str:
         template = regular(file).read_text("utf-8")
         if "messages" not in template:
             raise ValueError("not a chat template: it never uses messages")
-        try_template(tokenizer, template)
+        try:
+            try_template(tokenizer, template)
+        except TemplateSyntaxError as e:
+            raise ValueError(f"line {e.lineno}: {e.message}") from e
     return template
 
 

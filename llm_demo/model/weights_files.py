@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -161,18 +161,24 @@ class Weights:
     def _names_in(self, file: Path) -> list[str]:
         return [name for name, place in self.files.items() if place == file]
 
-    def check(self, wanted: dict[str, tuple], tied: set[str]) -> None:
+    def check(
+        self,
+        wanted: dict[str, tuple],
+        tied: Container[str] = (),
+        implied_by: str = "config.json implies",
+    ) -> None:
         """Raise UserError naming a tensor of the files that is missing, of another shape, or not in
         the model. wanted: {name: shape} of the model. tied: names that may be missing."""
         wanted = in_files(wanted, self.stored.keys())
-        for name in sorted(wanted.keys() - tied - self.stored.keys()):
-            raise UserError(f"{self.folder}: weight {name} is missing")
+        for name in sorted(wanted.keys() - self.stored.keys()):
+            if name not in tied:
+                raise UserError(f"{self.folder}: weight {name} is missing")
         for name, shape in sorted(self.stored.items()):
             if name not in wanted and name not in self.ignored:
                 raise UserError(f"{self.folder}: {name} is not a weight of this model")
             if shape != wanted.get(name, shape):
                 raise UserError(
-                    f"{self.folder}: {name} has shape {list(shape)}, but config.json implies "
+                    f"{self.folder}: {name} has shape {list(shape)}, but {implied_by} "
                     f"{list(wanted[name])}"
                 )
 
