@@ -16,10 +16,10 @@ from llm_demo.core.errors import UserError  # noqa: E402
 from llm_demo.launch import settings  # noqa: E402
 
 
-def command_of(given: list[str]) -> list[str]:
+def launcher_command(given: list[str]) -> list[str]:
     """The training script and its flags: those of the launcher's settings, then those given."""
     script, defaults = settings.read_launcher(ROOT / "fsdp/launch_fsdp.sh")
-    flags, first_run = settings.flags_of(script, defaults, {}, given)
+    flags, first_run = settings.launcher_flags(script, defaults, {}, given)
     command = [str(script), *flags]
     if not first_run:
         return command
@@ -30,7 +30,7 @@ def command_of(given: list[str]) -> list[str]:
 
 
 def main() -> None:
-    sys.argv = command_of(sys.argv[1:])
+    sys.argv = launcher_command(sys.argv[1:])
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     runpy.run_path(sys.argv[0], run_name="__main__")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from llm_demo.core.errors import UserError
 from llm_demo.flags.args import TrainArgs
-from llm_demo.flags.parsing import PlainParser, choices, path_of, whole
+from llm_demo.flags.parsing import PlainParser, literals, path_of, whole
 from llm_demo.machine.process import early
 from llm_demo.model.local_model import find_here, is_of_run
 from llm_demo.run.inputs import refuse_absent
@@ -30,7 +30,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--chat_template", help="file with a Jinja chat template; default: the model's own")
     add("--chat_template_kwargs", help="variables of the chat template, a JSON object")
     add("--max_new_tokens", type=whole(1), default=512, help="maximum length of an answer")
-    add("--dtype", choices=choices(TrainArgs, "dtype"), default="auto", help="dtype of the model")
+    add("--dtype", choices=literals(TrainArgs, "dtype"), default="auto", help="dtype of the model")
     return parser
 
 

@@ -22,7 +22,7 @@ from llm_demo.flags.args import DataArgs, TrainArgs, check_all, names_of
 from llm_demo.flags.parsing import (
     PlainParser,
     add_flag,
-    choices,
+    literals,
     path_of,
     regex,
     remarks,
@@ -55,7 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
         "memory, at most 256; on a CPU 32",
     )
     add("--rows", type=whole(), default=0, help="the first documents of each file; 0: all")
-    add("--dtype", choices=choices(TrainArgs, "dtype"), default="auto", help="dtype of the models")
+    add("--dtype", choices=literals(TrainArgs, "dtype"), default="auto", help="dtype of the models")
     add(
         "--show",
         type=whole(),

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from llm_demo.core.errors import UserError
 from llm_demo.flags.args import TrainArgs
-from llm_demo.flags.parsing import PlainParser, choices, path_of, size
+from llm_demo.flags.parsing import PlainParser, literals, path_of, size
 from llm_demo.machine.process import early
 from llm_demo.run.inputs import refuse_used
 
-OF_WEIGHTS = (*choices(TrainArgs, "dtype")[1:], "fp8")
+OF_WEIGHTS = (*literals(TrainArgs, "dtype")[1:], "fp8")
 
 
 def make_parser() -> argparse.ArgumentParser:

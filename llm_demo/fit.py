@@ -58,7 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="rank of adapters; default: 0, all weights",
     )
     add("--base_bits", type=int, choices=(4, 16), default=16, help="of the weights under adapters")
-    moments = parsing.choices(LowBitArgs, "optim_state")
+    moments = parsing.literals(LowBitArgs, "optim_state")
     add("--optim_state", choices=moments, default="fp32", help="dtype of AdamW's moments")
     number("--host_memory", help="GiB of the host's memory for the run; default: as needed")
     number("--tflops", help=f"TFLOP/s that a card sustains; default: {SUSTAINED} x its peak")

@@ -45,7 +45,7 @@ def quiet():
     return contextlib.redirect_stdout(io.StringIO())
 
 
-def read_switches(path: str, plain: dict[str, type], zero: set[str]) -> dict:
+def allowed_switches(path: str, plain: dict[str, type], zero: set[str]) -> dict:
     """The user's engine switches, as DeepSpeed reads them. plain: those allowed, and their types;
     zero: those allowed in zero_optimization. Other switches could train other numbers than the run
     reports, so they are refused, as are values of the wrong type: raises UserError."""
@@ -97,7 +97,7 @@ def as_read(where: str, values: dict, config_type: type) -> dict:
     return {name: read[name] for name in values}
 
 
-def engine_config(switches: dict, args, dtype: torch.dtype) -> dict:
+def shared_config(switches: dict, args, dtype: torch.dtype) -> dict:
     """The engine's configuration: the switches plus what the flags own."""
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"  # see ds_patches.join_group

@@ -64,7 +64,7 @@ class PipelineLayersV(DualPipeVModule, PipelineLayers):
 
 def read_switches(path: str) -> dict:
     """The user's engine switches. Raises UserError for those that train wrongly."""
-    switches = deepspeed_base.read_switches(path, SWITCHES, ZERO)
+    switches = deepspeed_base.allowed_switches(path, SWITCHES, ZERO)
     stage = switches.get("zero_optimization", {}).get("stage", 1)
     if stage != 1:
         # 0 clips by the first stage's norm and never scales fp16's loss; 2 and 3 can't pipeline.
@@ -74,7 +74,7 @@ def read_switches(path: str) -> dict:
 
 def engine_config(switches: dict, args, dtype: torch.dtype) -> dict:
     """The engine's configuration: the switches plus what the flags own."""
-    config = deepspeed_base.engine_config(switches, args, dtype)
+    config = deepspeed_base.shared_config(switches, args, dtype)
     config.setdefault("zero_optimization", {})["stage"] = 1
     return config
 

@@ -16,7 +16,7 @@ FIRST_RUN = {"seq_len", "max_steps", "lr", "log_every"}
 def from_script(*flags):
     """The flags that the debugger's entry gives."""
     script = runpy.run_path(str(ROOT / "fsdp/launch_script.py"))
-    return flags_of(script["command_of"](list(flags))[1:])
+    return flags_of(script["launcher_command"](list(flags))[1:])
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "pp"])
@@ -36,7 +36,7 @@ def test_the_bundled_run_has_its_settings(kind, tmp_path):
 def flags_for(kind, *given, **environ):
     """The flags that a launcher gives to its script."""
     script, defaults = settings.read_launcher(LAUNCHERS[kind])
-    return flags_of(settings.flags_of(script, defaults, environ, list(given))[0])
+    return flags_of(settings.launcher_flags(script, defaults, environ, list(given))[0])
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "pp"])
@@ -76,7 +76,7 @@ def batch_of(kind, processes, *flags, **environ):
     """(micro-batch size, accumulation, what is said) of a launcher on so many processes."""
     script, defaults = settings.read_launcher(LAUNCHERS[kind])
     values = {name: environ.get(name, value) for name, value in defaults.items()}
-    words, first_run = settings.flags_of(script, values, environ, list(flags))
+    words, first_run = settings.launcher_flags(script, values, environ, list(flags))
     command, line = [str(script), *words], ""
     parsed = settings.check_flags(command)
     parsed.check_processes(processes)

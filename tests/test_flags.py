@@ -20,7 +20,7 @@ from llm_demo.core import attention
 from llm_demo.core.errors import UserError
 from llm_demo.data import records
 from llm_demo.flags import args, parsing, rules
-from llm_demo.flags.parsing import choices, env_of, groups_of
+from llm_demo.flags.parsing import env_of, groups_of
 from llm_demo.launch.settings import FIRST_RUN, without_effect
 from llm_demo.run.inputs import look
 
@@ -453,8 +453,8 @@ def test_parsed_flags_are_flat_and_in_the_order_of_the_help(kind):
 
 
 def test_choices_are_those_that_the_code_knows():
-    assert choices(args.ModelArgs, "attn_impl") == ("auto", *attention.IMPLS)
-    assert choices(args.DataArgs, "data_format") == ("auto", *records.FORMATS)
+    assert parsing.literals(args.ModelArgs, "attn_impl") == ("auto", *attention.IMPLS)
+    assert parsing.literals(args.DataArgs, "data_format") == ("auto", *records.FORMATS)
 
 
 @pytest.mark.parametrize("kind, flags, names", [

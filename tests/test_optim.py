@@ -9,7 +9,7 @@ from fsdp.host_adamw import HostAdamW, UnitSum
 from llm_demo.core import optim
 from llm_demo.core.optim import MOMENTS, LossScale, clipped_step, global_norm, lr_at, make_adamw
 from llm_demo.flags.args import TrainArgs
-from llm_demo.flags.parsing import choices
+from llm_demo.flags.parsing import literals
 from llm_demo.run.choices import compiles_adamw
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
@@ -21,7 +21,7 @@ def small_model():
     return nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 1))
 
 
-LR_SCHEDULERS = choices(TrainArgs, "lr_scheduler")
+LR_SCHEDULERS = literals(TrainArgs, "lr_scheduler")
 
 
 @pytest.mark.parametrize("lr_scheduler", LR_SCHEDULERS)

@@ -35,7 +35,7 @@ OFFLOAD = {"device", "pin_memory"}
 
 def read_switches(path: str) -> dict:
     """The user's engine switches. Raises UserError for those that train wrongly."""
-    switches = deepspeed_base.read_switches(path, SWITCHES, ZERO)
+    switches = deepspeed_base.allowed_switches(path, SWITCHES, ZERO)
     zero = switches.get("zero_optimization", {})
     stage = zero.get("stage", 0)
     if stage not in (1, 2, 3):
@@ -65,7 +65,7 @@ def parallelism_of(switches: dict) -> str:
 
 def engine_config(switches: dict, args, compute) -> dict:
     """The engine's configuration: the switches plus what the flags own."""
-    config = deepspeed_base.engine_config(switches, args, compute.dtype)
+    config = deepspeed_base.shared_config(switches, args, compute.dtype)
     zero = {**config["zero_optimization"], "overlap_comm": False}  # stage 3 overlaps by default
     if zero["stage"] == 3 and compute.compile:
         zero["memory_efficient_linear"] = False  # a Python function, which breaks compiled graphs

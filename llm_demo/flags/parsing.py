@@ -106,7 +106,7 @@ def choices_of(field: dataclasses.Field) -> tuple[str, ...]:
     return typing.get_args(field.type) if literal else ()
 
 
-def choices(group: type, name: str) -> tuple[str, ...]:
+def literals(group: type, name: str) -> tuple[str, ...]:
     """The values that a flag of this dataclass can take."""
     return choices_of(group.__dataclass_fields__[name])
 

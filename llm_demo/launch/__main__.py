@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llm_demo.core.errors import UserError
-from llm_demo.launch.settings import check_flags, flags_of, with_rows_of_two, without_effect
+from llm_demo.launch.settings import check_flags, launcher_flags, with_rows_of_two, without_effect
 from llm_demo.machine.process import (
     command,
     minutes,
@@ -127,7 +127,7 @@ def set_defaults(processes: int) -> None:
 class Command(NamedTuple):
     words: list[str]  # a script and its flags
     by_launcher: bool = False  # settings were among this program's arguments
-    first_run: bool = False  # the bundled run: see settings.flags_of
+    first_run: bool = False  # the bundled run: see settings.launcher_flags
 
 
 def command_of(words: list[str]) -> Command:
@@ -137,7 +137,7 @@ def command_of(words: list[str]) -> Command:
     end = words.index("--")
     settings = dict(word.split("=", 1) for word in words[1:end])
     script, *given = words[end + 1 :]
-    flags, first_run = flags_of(Path(script), settings, dict(os.environ), given)
+    flags, first_run = launcher_flags(Path(script), settings, dict(os.environ), given)
     if not {"-h", "--help"} & {*flags}:
         for line in without_effect(Path(script), dict(os.environ)):
             print(f"warning: {line}", file=sys.stderr)

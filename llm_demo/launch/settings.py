@@ -38,7 +38,7 @@ def names_of_settings(script: Path) -> dict[str, str]:
     return {env_of(field): field.name for field in fields if env_of(field)}
 
 
-def flags_of(
+def launcher_flags(
     script: Path, settings: dict, environ: dict, given: list[str]
 ) -> tuple[list[str], bool]:
     """(a training script's flags: those from the settings and the environment, followed by those of
