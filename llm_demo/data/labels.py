@@ -184,11 +184,15 @@ def closings(tokenizer) -> dict[str, str]:
     """{role: what is missing behind a last answer, up to the special token that stands there before
     a message of that role}, if the template does not end the last answer and asks for the next one
     with another token."""
-    if not tokenizer.chat_template or (own := _behind_answer(tokenizer)).strip():
+    if not tokenizer.chat_template:
         return {}
-    found, question = {}, [{"role": "user", "content": "?"}]
+    own = _behind_answer(tokenizer)
+    if own.strip():
+        return {}
+    question = [{"role": "user", "content": "?"}]
     asks = _try_render(tokenizer, question, add_generation_prompt=True) or ""
     asks = _special(tokenizer, asks.removeprefix(_try_render(tokenizer, question) or ""), 0)
+    found = {}
     for role in ("user", "tool", "system"):
         text = _behind_answer(tokenizer, role)
         token = _special(tokenizer, text, 0)
@@ -201,9 +205,13 @@ def closings(tokenizer) -> dict[str, str]:
 def _behind_answer(tokenizer, role: str = "", **answer) -> str:
     """What the chat template writes behind an answer, before a message of this role. "" if it
     refuses that. answer: of the message, with the word ANSWER."""
-    answer = {"role": "assistant", "content": "ANSWER", **answer}
-    turns = [{"role": "user", "content": "?"}, answer]
-    text = _try_render(tokenizer, turns + [{"role": role, "content": "?"}] * bool(role)) or ""
+    turns = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "ANSWER", **answer},
+    ]
+    if role:
+        turns.append({"role": role, "content": "?"})
+    text = _try_render(tokenizer, turns) or ""
     return text.rpartition("ANSWER")[2] if "ANSWER" in text else ""
 
 
@@ -228,20 +236,23 @@ def encode(codec: Codec, records: list[Record]) -> list[tuple[Sample | str, Coun
 
     One call tokenises all rows on all cores, with the tokenizers library's own threads. Rendering
     takes about 10 us, so worker processes (or datasets.map) would cost more than they save."""
-    rendered = []
+    rendered, results = [], []
     for record in records:
         try:
-            rendered.append((*_render(codec, record), None))
+            record, text = _render(codec, record)
+            rendered.append((record, text, None))
         except NotLearnt as reason:
             rendered.append((record, "", str(reason)))
     texts = [text for _, text, _ in rendered]
-    encodings, results = codec.backend.encode_batch(texts, add_special_tokens=False), []
-    for (record, text, result), encoding in zip(rendered, encodings, strict=True):
+    encodings = codec.backend.encode_batch(texts, add_special_tokens=False)
+    for (record, text, skipped), encoding in zip(rendered, encodings, strict=True):
         reasons = Counter()
-        try:
-            result = result or _sample(Rendered(codec, record, text, encoding), reasons)
-        except NotLearnt as reason:
-            result = str(reason)
+        result = skipped
+        if not skipped:
+            try:
+                result = _sample(Rendered(codec, record, text, encoding), reasons)
+            except NotLearnt as reason:
+                result = str(reason)
         results.append((result, reasons))
     return results
 
@@ -262,27 +273,44 @@ def _is_empty(message: dict) -> bool:
 
 def _render(codec: Codec, record: Record) -> tuple[Record, str]:
     """(the record as the template wants it, text of the whole document). Raises NotLearnt."""
-    eos = codec.tokenizer.eos_token or ""
     if record.tokens:
         return record, ""
+    eos = codec.tokenizer.eos_token or ""
     if record.messages is None:
         if not record.text.strip():
             raise NotLearnt(NOTHING)
-        return record, record.text if record.text.rstrip().endswith(eos) else record.text + eos
+        is_ended = record.text.rstrip().endswith(eos)
+        return record, record.text if is_ended else record.text + eos
     answers = _answers(record)
     if not record.messages or not (codec.train_on_prompt or None in answers.values()):
         all_empty = all(_is_empty(record.messages[i]) for i in answers)
         raise NotLearnt((EMPTY_TURN if answers else NOTHING) if all_empty else MARKED)
-    calls = [call for m in record.messages for call in m.get("tool_calls", [])]
-    if calls and "tool_calls" not in codec.template:
+    has_calls = any(message.get("tool_calls") for message in record.messages)
+    if has_calls and "tool_calls" not in codec.template:
         raise NotLearnt(NO_CALLS)
     if not codec.template:
         return record, plain(record.messages, eos)
-    if (rendered := _rendered_prompt(codec, record)) is not None:
-        return rendered
+    prompt_is_rendered = _rendered_prompt(codec, record)
+    if prompt_is_rendered:
+        return prompt_is_rendered
+    form, text = _by_template(codec, record)
+    try:
+        text.encode()  # the tokenizer's own error names no row
+    except UnicodeEncodeError:
+        raise NotLearnt(NO_TEXT) from None
+    _refuse_dropped(codec, form, text)
+    return form, text + codec.closing(form.messages)
+
+
+def _by_template(codec: Codec, record: Record) -> tuple[Record, str]:
+    """(the record in the form that the chat template keeps, its text). Most templates take a call's
+    arguments as an object, some (DeepSeek-V3) only as JSON text. Raises NotLearnt."""
+    calls = [call for message in record.messages for call in message.get("tool_calls", [])]
+    forms = [record]
+    if calls:
+        forms.append(arguments_as_text(record))
     rendered, reasons = [], []
-    # Most templates take a call's arguments as an object, some (DeepSeek-V3) only as JSON text.
-    for form in (record, arguments_as_text(record)) if calls else (record,):
+    for form in forms:
         try:
             text = codec.tokenizer.apply_chat_template(
                 form.messages, tools=form.tools, tokenize=False, **form.chat_template_kwargs
@@ -291,19 +319,12 @@ def _render(codec: Codec, record: Record) -> tuple[Record, str]:
             words = " ".join(str(error).split())[:100]
             reasons.append(f"{REFUSED}: {words}" if words else REFUSED)
             continue
-        rendered.append((form, text))
         if behind_calls(text, calls) is not None:
-            rendered = [(form, text)]
-            break
+            return form, text
+        rendered.append((form, text))
     if not rendered:
         raise NotLearnt(reasons[0])
-    form, text = rendered[0]
-    try:
-        text.encode()  # the tokenizer's own error names no row
-    except UnicodeEncodeError:
-        raise NotLearnt(NO_TEXT) from None
-    _refuse_dropped(codec, form, text)
-    return form, text + codec.closing(form.messages)
+    return rendered[0]
 
 
 def _rendered_prompt(codec: Codec, record: Record) -> tuple[Record, str] | None:
@@ -322,11 +343,12 @@ def _rendered_prompt(codec: Codec, record: Record) -> tuple[Record, str] | None:
         token = next(match[0] for match in given if match)
         raise NotLearnt(RENDERED.format(token=token))
     answer = messages[1]["content"]
-    if end := re.search(rf"(?:{codec.ends.pattern})\s*$", answer):
+    end = re.search(rf"(?:{codec.ends.pattern})\s*$", answer)
+    if end:
         answer = answer[: end.start()]
     messages = changed(messages, 1, content=answer)
-    end = codec.behind + codec.closing(messages)
-    return record._replace(messages=messages, is_rendered=True), prompt + answer + end
+    text = prompt + answer + codec.behind + codec.closing(messages)
+    return record._replace(messages=messages, is_rendered=True), text
 
 
 def arguments_as_text(record: Record) -> Record:
@@ -352,6 +374,7 @@ def _refuse_dropped(codec: Codec, record: Record, text: str) -> None:
 
 def _sample(chat: Rendered, reasons: Counter) -> Sample:
     codec, record = chat.codec, chat.record
+    spans = None
     if record.messages is not None:
         texts = [message["content"] for message in record.messages]
         if record.is_rendered:
@@ -360,19 +383,20 @@ def _sample(chat: Rendered, reasons: Counter) -> Sample:
             reasons[SPECIALS_INSIDE] += 1
         if not all(has_variable(codec.template, key) for key in record.chat_template_kwargs):
             reasons[NO_VARIABLE] += 1
-    spans = None
-    if record.messages is not None and not codec.train_on_prompt:
-        chat, spans = _learnt_spans(chat, reasons)
-    ids, is_label = record.tokens or (chat.encoding.ids, [True] * len(chat.encoding.ids))
-    ids, is_label = np.array(ids, np.int32), np.array(is_label, bool)
+        if not codec.train_on_prompt:
+            chat, spans = _learnt_spans(chat, reasons)
+    if record.tokens:
+        ids, is_label = map(np.array, record.tokens)
+    else:
+        ids = np.array(chat.encoding.ids)
+        is_label = np.full(len(ids), spans is None)
+        for first, last in spans or ():
+            is_label[first : last + 1] = True
+    ids, is_label = ids.astype(np.int32), is_label.astype(bool)
     if codec.train_on_prompt:
         is_label[:] = True
-    elif spans is not None:
-        is_label[:] = False
-        for first, last in spans:
-            is_label[first : last + 1] = True
-    rendered = record.tokens or codec.template and record.messages
-    if codec.bos and not rendered and list(ids[:1]) != codec.bos:
+    by_template = codec.template and record.messages
+    if codec.bos and not record.tokens and not by_template and list(ids[:1]) != codec.bos:
         ids, is_label = np.append(np.int32(codec.bos), ids), np.append(False, is_label)
     is_label[:1] = False
     if not is_label.any():
@@ -388,25 +412,35 @@ def _learnt_spans(chat: Rendered, reasons: Counter) -> tuple[Rendered, list[tupl
     answers = _answers(record)
     reasons.update(filter(None, answers.values()))
     reasons[NOT_OURS] += sum(learn and i not in answers for i, learn in record.marks.items())
-    turns, spans, why, marks = [*answers], [], NOTHING, None
+    why = NOTHING
+    turns = list(answers)
     if codec.last_only and turns:
-        turns, why = turns[-1:], answers[turns[-1]] or NOTHING
+        turns = turns[-1:]
+        why = answers[turns[0]] or NOTHING
     turns = [i for i in turns if not answers[i]]
+    marks = None
     if codec.tagged and turns and not record.is_rendered:
-        options = {"return_dict": True, "return_assistant_tokens_mask": True}
-        encoded = codec.try_render(record.messages, record, tokenize=True, **options) or {}
-        found = encoded.get("assistant_masks", [])
+        encoded = codec.try_render(
+            record.messages,
+            record,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        found = (encoded or {}).get("assistant_masks", [])
         marks = np.zeros(len(chat.encoding.ids), bool)  # also of what `closing` adds
         marks[: len(found)] = found
+    spans = []
     for turn in turns:
         remarks = set()
         try:
-            chat, found = spans_of(chat, turn, marks, remarks)
-            spans += found
+            chat, of_turn = spans_of(chat, turn, marks, remarks)
+            spans += of_turn
             reasons.update(remarks)
         except NotLearnt as reason:
             reasons[str(reason)] += 1
-            why = str(reason) if why == NOTHING else why
+            if why == NOTHING:
+                why = str(reason)
     if not spans:
         raise NotLearnt(why)
     return chat, spans

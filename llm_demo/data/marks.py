@@ -5,8 +5,15 @@ import re
 
 # Keys of a turn, by several trainers; 0 or false: not learnt.
 MARKS = (
-    "weight", "train", "training", "trainable", "loss", "loss_mask", "loss_scale", "step_loss_mask",
-)  # fmt: skip
+    "weight",
+    "train",
+    "training",
+    "trainable",
+    "loss",
+    "loss_mask",
+    "loss_scale",
+    "step_loss_mask",
+)
 MASK = "mask"  # to some 0 means not learnt, to others 1 does
 # Words in a key's name: it may say what is learnt; it says so by what it excludes.
 MAY_MARK = re.compile(

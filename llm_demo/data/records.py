@@ -24,9 +24,12 @@ LEARNT = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")
 # first row. "text" is last and "messages" early because published sets often carry a flattened copy
 # beside the real columns. Any other key is not used, and the log says so.
 QUESTIONS = (
-    ("instruction", "output"), ("instruction", "response"), ("question", "answer"),
-    ("question", "response"), ("query", "response"),
-)  # fmt: skip
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("question", "answer"),
+    ("question", "response"),
+    ("query", "response"),
+)
 TOOLS = ("tools", "tool_defs")  # one thing
 VARIABLES = "chat_template_kwargs"  # of the chat template, for one row, as TRL names them
 BESIDE = ("system", "history", *TOOLS, VARIABLES)
@@ -194,65 +197,94 @@ def keys_of(row: dict, row_format: RowFormat) -> tuple[list[str], list[str]]:
 
 def _to_record(row: dict, row_format: RowFormat, template: str | None) -> Record:
     keys, kind = row_format.keys, row_format.format
-    if missing := [key for key in keys if key not in row]:
+    missing = [key for key in keys if key not in row]
+    if missing:
         raise UserError(
             f"no {' or '.join(map(repr, missing))} in this row, keys: "
             f"{', '.join(row) or '(none)'}; the file is read as {kind} ({row_format.why}); "
             f"accepted: {ACCEPTED}"
         )
-    values = [row[key] for key in keys]
     used, unused = keys_of(row, row_format)
-    optional = {key: row[key] for key in used}
     if kind == "tokens":
+        _refuse_unknown_masks(row, unused, template)
         optional = {k: row[k] for k in FORMATS[kind][1] if row.get(k) is not None}  # [] too
-        for key in unused:  # one that may say what is learnt or where documents end
-            mark = template is not None and key in MARKS and may_exclude(key, row[key])
-            if mark or SAYS_WHAT.search(key) and key != "special_tokens_mask":
-                raise Misread(
-                    f"{key!r} is not known beside 'input_ids': remove it, or name what is "
-                    f"learnt 'labels' or one of {', '.join(LEARNT)}"
-                )
-        return Record(None, tokens=_tokens(values[0], optional))
-    for key in unused if template is not None else ():
-        if key in (*MARKS, MASK, *LEARNT) and may_exclude(key, row[key]):
-            raise Misread(
-                f"this row has {_pair(key, row[key])}, but only turns have marks: leave such rows "
-                "out, or mark their turns with 'train' false"
-            )
-    if media := [key for key in MEDIA if key in unused]:
-        raise UserError(f"this row has {media[0]!r}, but {ONLY_TEXT}")
+        return Record(None, tokens=_tokens(row["input_ids"], optional))
+    _refuse_keys(row, unused, template)
     if kind == "text":
-        return Record(None, text=_text(values[0], "text"))
+        return Record(None, text=_text(row["text"], "text"))
+    optional = {key: row[key] for key in used}
     tools = _tools(optional)
     variables = template_variables(optional.get(VARIABLES), VARIABLES)
+    context = frozenset()
     if kind in ("messages", "conversations"):
-        messages = _messages(values[0], keys[0], template)
-        return _record(_system(optional, messages) + messages, tools, variables)
-    if more := [key for key in ("input", "context") if key in optional]:
-        texts = [_text(values[0], keys[0]), *(_text(optional[key], key) for key in more)]
-        values[0] = "\n\n".join(text for text in texts if text.strip())
-    prompt, completion = (
-        _messages(turns, key, None if role == "user" else template)
-        if isinstance(turns := _turns_in(value), list) and turns and not _is_part(turns[0])
-        else [{"role": role, "content": _text(value, key)}]
-        for value, key, role in zip(values, keys, ("user", "assistant"), strict=True)
+        messages = _messages(row[kind], kind, template)
+        messages = _system(optional, messages) + messages
+    else:
+        prompt = _side(_question(row, keys[0], optional), keys[0], "user", None)
+        completion = _side(row[keys[1]], keys[1], "assistant", template)
+        history = _history(optional.get("history"), template)
+        before = _system(optional, history or prompt) + history
+        messages = before + prompt + completion
+        context = frozenset(range(len(before), len(before) + len(prompt)))
+    return Record(
+        messages,
+        tools=tools,
+        context=context,
+        marks=_marks(messages),
+        chat_template_kwargs=variables,
     )
-    history = _history(optional.get("history"), template)
-    before = _system(optional, history or prompt) + history
-    context = frozenset(range(len(before), len(before) + len(prompt)))
-    return _record(before + prompt + completion, tools, variables, context)
 
 
-def _record(messages: list[dict], tools, variables: dict, context=frozenset()) -> Record:
-    """A conversation without its turns' marks, which no chat template should see."""
+def _refuse_unknown_masks(row: dict, unused: list[str], template: str | None) -> None:
+    """Raise Misread for keys that may say what is learnt or where documents end."""
+    for key in unused:
+        is_mark = template is not None and key in MARKS and may_exclude(key, row[key])
+        if is_mark or (SAYS_WHAT.search(key) and key != "special_tokens_mask"):
+            raise Misread(
+                f"{key!r} is not known beside 'input_ids': remove it, or name what is "
+                f"learnt 'labels' or one of {', '.join(LEARNT)}"
+            )
+
+
+def _refuse_keys(row: dict, unused: list[str], template: str | None) -> None:
+    """Raise Misread for marks of a row, and UserError for pictures and the like."""
+    if template is not None:
+        for key in unused:
+            if key in (*MARKS, MASK, *LEARNT) and may_exclude(key, row[key]):
+                raise Misread(
+                    f"this row has {_pair(key, row[key])}, but only turns have marks: leave such "
+                    "rows out, or mark their turns with 'train' false"
+                )
+    for key in MEDIA:
+        if key in unused:
+            raise UserError(f"this row has {key!r}, but {ONLY_TEXT}")
+
+
+def _question(row: dict, key: str, optional: dict):
+    """A prompt, with what the keys `input` and `context` add to it."""
+    more = [name for name in ("input", "context") if name in optional]
+    if not more:
+        return row[key]
+    texts = [_text(row[key], key)] + [_text(optional[name], name) for name in more]
+    return "\n\n".join(text for text in texts if text.strip())
+
+
+def _side(value, key: str, role: str, template: str | None) -> list[dict]:
+    """The messages of a prompt or a completion, which is text or a list of turns."""
+    turns = _turns_in(value)
+    if isinstance(turns, list) and turns and not _is_part(turns[0]):
+        return _messages(turns, key, template)
+    return [{"role": role, "content": _text(value, key)}]
+
+
+def _marks(messages: list[dict]) -> dict[int, bool]:
+    """{number of a message: learn it}. Removes the marks, which no chat template should see."""
     marks = {}
     for number, message in enumerate(messages):
-        if values := [message.pop(key) for key in MARKS if key in message]:
+        values = [message.pop(key) for key in MARKS if key in message]
+        if values:
             marks[number] = all(values)
-    marks = _by_masks(messages, marks) | marks
-    return Record(
-        messages, tools=tools, context=context, marks=marks, chat_template_kwargs=variables
-    )
+    return _by_masks(messages, marks) | marks
 
 
 def _by_masks(messages: list[dict], marks: dict[int, bool]) -> dict[int, bool]:
@@ -299,11 +331,12 @@ def _system(optional: dict, messages: list[dict]) -> list[dict]:
 
 def _history(history, template: str | None) -> list[dict]:
     """Earlier turns: [[question, answer], ...], possibly as a JSON string, or messages."""
-    turns = history = _from_json(history) or []
-    if isinstance(history, list) and all(isinstance(h, list) and len(h) == 2 for h in history):
-        texts = itertools.chain(*history)
-        roles = itertools.cycle(("user", "assistant"))
-        turns = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+    turns = _from_json(history) or []
+    if isinstance(turns, list) and all(isinstance(h, list) and len(h) == 2 for h in turns):
+        pairs, turns = turns, []
+        for question, answer in pairs:
+            turns.append({"role": "user", "content": question})
+            turns.append({"role": "assistant", "content": answer})
     return _messages(turns, "history", template)
 
 
@@ -339,13 +372,14 @@ def _tokens(ids, optional: dict) -> tuple[list[int], list[bool]]:
             )
         # a copy of the ids learns no padding on purpose
         masks["labels"] = real if (labels == ids).all() else labels != -100
-    learnt, one = real, None
+    learnt = real
     for key, mask in masks.items():
         if mask[~real].any():
             raise Misread(f"{key!r} contradicts {REAL!r}: padding can't be learnt")
-        if one and (mask != learnt)[part][1:].any():  # nothing predicts a first token
-            raise Misread(f"{one!r} and {key!r} contradict each other: keep one")
-        learnt, one = mask, one or key
+        first = next(iter(masks))
+        if (mask != masks[first])[part][1:].any():  # nothing predicts a first token
+            raise Misread(f"{first!r} and {key!r} contradict each other: keep one")
+        learnt = mask
     return ids[part], learnt[part].tolist()
 
 
@@ -374,22 +408,27 @@ def _message(turn, place: str, template: str | None) -> dict:
     name = role.strip().lower() if isinstance(role, str) else None
     if name not in ROLES:
         raise UserError(f"{place} has unknown role {role!r}; known: {', '.join(ROLES)}")
-    if media := [k for k in MEDIA if turn.get(k) not in EMPTY]:
-        raise UserError(f"{place} has {media[0]!r}, but {ONLY_TEXT}")
+    for media in MEDIA:
+        if turn.get(media) not in EMPTY:
+            raise UserError(f"{place} has {media!r}, but {ONLY_TEXT}")
     _refuse_marks(turn, place, template if ROLES[name] == "assistant" else None)
-    (_, content), calls = _value(CONTENT, place, turn), _from_json(turn.get("tool_calls"))
-    if call := turn.get("function_call"):  # OpenAI's older key
+    _, content = _value(CONTENT, place, turn)
+    calls = _from_json(turn.get("tool_calls"))
+    older_call = turn.get("function_call")  # OpenAI's older key
+    if older_call:
         if calls:
             raise UserError(f"{place} has tool_calls and function_call: keep one")
-        calls = [call]
+        calls = [older_call]
     if name in CALLS and not calls:
         content, calls = None, _from_json(content)
         if not isinstance(calls, list):
             calls = [calls]
     if content is None and calls:
         content = ""  # OpenAI writes null beside tool calls
-    calls = {"tool_calls": _calls(calls, place)} if calls else {}
-    message = {"role": ROLES[name], "content": _text(content, place), **calls}
+    message = {"role": ROLES[name], "content": ""}
+    if calls:
+        message["tool_calls"] = _calls(calls, place)
+    message["content"] = _text(content, place)
     key, reasoning = _value(REASONING, place, turn)
     if reasoning is not None:
         message[REASONING[0]] = _text(reasoning, f"{place}: {key}")
@@ -451,9 +490,10 @@ def _meaning(value):
 def _text(value, place: str) -> str:
     """A string; OpenAI content parts are joined if all are text."""
     if isinstance(value, list) and value and all(_is_part(part) for part in value):
-        fits = [part["type"] in TEXT_PARTS and isinstance(part.get("text"), str) for part in value]
-        if bad := [part["type"] for part, is_text in zip(value, fits, strict=True) if not is_text]:
-            raise UserError(f"{place} has a part of type {bad[0]!r}; only text is supported")
+        for part in value:
+            if part["type"] not in TEXT_PARTS or not isinstance(part.get("text"), str):
+                kind = part["type"]
+                raise UserError(f"{place} has a part of type {kind!r}; only text is supported")
         value = "".join(part["text"] for part in value)
     if not isinstance(value, str):
         raise UserError(f"{place} must be text, not {_kind(value)}")

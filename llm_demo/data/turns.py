@@ -183,8 +183,10 @@ def _characters(
         if stop.start() - begin < len(answer):
             continue
         places = [_answer_in(text[begin : stop.start()], form) for form in forms]
-        if (place := next((at for at in places if at is not None), None)) is None:
+        places = [place for place in places if place is not None]
+        if not places:
             continue
+        place = places[0]
         if text[begin : stop.start() if codec.closings else stop.end()] not in until:
             break
         if codec.ends.search(text, begin, stop.start()):
@@ -245,10 +247,13 @@ def _begin(chat: Rendered, turn: int, head: str) -> int:
         if again and re.search(rf"(?:{codec.ends.pattern})\s*$", head):
             raise NotLearnt(NO_PROMPT)
         return len(head)
-    marks = [{"content": MARKER}] if turn else []
-    if turn and (calls := record.messages[turn].get("tool_calls")):
-        function = calls[0]["function"] | {"name": MARKER}
-        marks.append({"tool_calls": [calls[0] | {"function": function}, *calls[1:]]})
+    marks = []
+    if turn:
+        marks.append({"content": MARKER})
+        calls = record.messages[turn].get("tool_calls")
+        if calls:
+            function = calls[0]["function"] | {"name": MARKER}
+            marks.append({"tool_calls": [calls[0] | {"function": function}, *calls[1:]]})
     for mark in marks:
         marked = codec.try_render(changed(record.messages, turn, **mark), record) or ""
         asked = changed(before, turn - 1, content=MARKER)
@@ -286,14 +291,15 @@ def _answer_in(body: str, message: dict) -> int | None:
     """Where the answer begins in a rendered turn, behind its reasoning; None if the turn is not
     exactly the row's. The template decides how reasoning and tool calls look."""
     reasoning, answer = _reasoning_and_answer(message)
-    calls, at = message.get("tool_calls", []), 0
+    calls = message.get("tool_calls", [])
+    at = 0
     if reasoning:
         at = TAG.match(body).end()
         if not body.startswith(reasoning, at):
             return None
         at = TAG.match(body, at + len(reasoning)).end()
-    elif think := EMPTY_THINK.match(body):  # the row has it too
-        at = think.end()
+    elif EMPTY_THINK.match(body):  # the row has it too
+        at = EMPTY_THINK.match(body).end()
     rest = body[at:].strip()
     whole = rest.startswith(answer) if calls else rest == answer
     if not whole or behind_calls(rest[len(answer) :], calls) is None:
@@ -302,9 +308,13 @@ def _answer_in(body: str, message: dict) -> int | None:
 
 
 def _reasoning_and_answer(message: dict) -> tuple[str, str]:
-    content, reasoning = message["content"].strip(), message.get("reasoning_content") or ""
-    if not reasoning.strip() and "</think>" in content and (match := REASONING.match(content)):
-        reasoning, content = match[1] or match[2] or "", content[match.end() :]
+    content = message["content"].strip()
+    reasoning = message.get("reasoning_content") or ""
+    if not reasoning.strip() and "</think>" in content:
+        match = REASONING.match(content)
+        if match:
+            reasoning = match[1] or match[2] or ""
+            content = content[match.end() :]
     return reasoning.strip(), content.strip()
 
 
@@ -315,9 +325,10 @@ def behind_calls(text: str, calls: list[dict]) -> str | None:
         arguments = call["function"].get("arguments", {})
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
-        for part in (call["function"]["name"], arguments):
-            if (text := _behind(text, part)) is None:
-                return None
+        text = _behind(text, call["function"]["name"])
+        text = None if text is None else _behind(text, arguments)
+        if text is None:
+            return None
     return text
 
 
@@ -326,16 +337,22 @@ def _behind(text: str, value, depth: int = 0) -> str | None:
     as <key>value</key>. None if a part is missing, or if it stands there as Python writes it."""
     if isinstance(value, str):
         forms = {json.dumps(value, ensure_ascii=False), json.dumps(value), value}
-        places = [(at, -len(form)) for form in forms if (at := text.find(form)) >= 0]
-        return text[min(places)[0] - min(places)[1] :] if places else None
+        places = [(text.find(form), -len(form)) for form in forms if form in text]
+        if not places:
+            return None
+        first, minus_length = min(places)  # of several at one place the longest
+        return text[first - minus_length :]
     if not isinstance(value, (dict, list)):
         forms = "|".join(map(re.escape, (json.dumps(value), str(value))))
         match = re.search(rf"(?<![\w.])(?:{forms})(?!\.?\w)", text)  # not a part of another number
         return text[match.end() :] if match else None
     if depth < 2 and str(value) in text and json.dumps(value, ensure_ascii=False) not in text:
         return None
-    parts = itertools.chain(*value.items()) if isinstance(value, dict) else value
+    parts = value
+    if isinstance(value, dict):
+        parts = itertools.chain.from_iterable(value.items())
     for part in parts:
-        if (text := _behind(text, part, depth + 1)) is None:
+        text = _behind(text, part, depth + 1)
+        if text is None:
             return None
     return text
