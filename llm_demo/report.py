@@ -21,7 +21,7 @@ from llm_demo.core.errors import UserError
 from llm_demo.flags.args import names_of
 from llm_demo.flags.parsing import PlainParser, path_of
 from llm_demo.machine.files import write_text
-from llm_demo.machine.process import command, regular
+from llm_demo.machine.process import command, read_text, regular
 from llm_demo.run.folder import (
     WARMUP,
     column,
@@ -60,31 +60,21 @@ def main(argv: list[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     try:
-        check_out(args.out)
-        text = page(read_runs(args.runs))
-        write_text(args.out.resolve(), text.encode("utf-8", "replace").decode())
+        refuse_other_file(args.out)
+        write_text(args.out.resolve(), page(read_runs(args.runs)))
     except OSError as e:
         raise UserError(f"{e.filename or args.out}: {e.strerror}") from e
     print(f"report: {args.out}")
 
 
-def check_out(out: Path) -> None:
-    """Raise UserError unless a page may be written to `out`."""
-    if out.is_dir():
-        raise UserError(f"--out {out} is a folder: name a file in it")
-    if not out.absolute().parent.is_dir():
-        raise UserError(f"--out {out}: folder {out.parent} does not exist")
-    start = regular(out).read_bytes()[:200] if out.exists() else b""
-    if start and MARKER.encode() not in start:
+def refuse_other_file(out: Path) -> None:
+    """Raise UserError if `out` is a file, but no report."""
+    if regular(out).exists() and MARKER not in read_text(out)[:200]:
         raise UserError(f"--out {out} exists and is not a report: choose another name")
 
 
 def read_runs(folders: list[Path]) -> list[SimpleNamespace]:
-    """All runs, each with a letter and a line style. Raises UserError for duplicates."""
-    places = [folder.resolve() for folder in folders]
-    for folder, place in zip(folders, places, strict=True):
-        if places.count(place) > 1:
-            raise UserError(f"{folder} is given twice")
+    """All runs, each with a letter and a line style."""
     runs = [read_run(folder) for folder in folders]
     for i, run in enumerate(runs):
         run.letter = string.ascii_uppercase[i % 26] + str(i // 26 or "")
@@ -119,9 +109,11 @@ def plot_line(axes, run, x: list[float], y: list[float], name: str) -> None:
     size = math.ceil(len(y) / GROUPS)
     if size > 1:
         starts = range(0, len(y), size)
+        x = x[::size]
         groups = [finite_of(y[i : i + size]) or [math.nan] for i in starts]
-        x, y = [x[i] for i in starts], list(map(statistics.median, groups))
-        low, high = list(map(min, groups)), list(map(max, groups))
+        y = [statistics.median(group) for group in groups]
+        low = [min(group) for group in groups]
+        high = [max(group) for group in groups]
         axes.fill_between(x, low, high, color=run.color, alpha=0.25, gid=f"{gid}-range")
     axes.plot(
         x,
@@ -209,8 +201,8 @@ def decimal(n: float) -> str:
     return f"{n:.4f}" if math.isfinite(n) else "not finite"
 
 
-def with_unit(text: str, unit: str) -> str:
-    return text if text == "–" else f"{text} {unit}"
+def with_unit(n: float, unit: str) -> str:
+    return f"{short(n)} {unit}" if math.isfinite(n) else "–"
 
 
 def same(run, first, keys: tuple) -> bool:
@@ -219,46 +211,70 @@ def same(run, first, keys: tuple) -> bool:
 
 
 def facts(run, first) -> dict[str, object]:
-    """How a run went, what it trained, and on what. first: the run that others are compared
-    with."""
-    c, env, last = run.config, run.env, run.steps[-1] if run.steps else {}
-    speed, step, mfu = (median(run.steps, f"perf/{k}") for k in ("toks_per_s", "step_ms", "mfu"))
-    ratio = speed / (median(first.steps, "perf/toks_per_s") or math.nan)
-    compared = (
-        run is not first and math.isfinite(ratio) and same(run, first, names_of("trained_on"))
-    )
-    tokens, labels = (short(number(last.get(f"data/{k}"))) for k in ("tokens", "label_tokens"))
-    memory = peaks_of(last) if isinstance(peaks_of(last), list) else []
-    memory = list(map(number, memory)) if len(memory) <= 8 else [max(map(number, memory))]
-    losses, exact = (column(run.evals, key) for key in ("eval/loss", "eval/exact"))
-    best, exact = min(finite_of(losses), default=math.nan), finite_of(exact)
-    split = ("train_json",) if c.get("eval_fraction") else ()  # held out of the training data
-    other = losses and not same(run, first, (*names_of("held_out"), *split))
+    """How a run went, what it trained, and on what; what is empty or missing is shown as a dash.
+    first: the run that others are compared with."""
+    config, env = run.config, run.env
     seconds = number(run.summary.get("seconds"))
     return {
         "status": status(run),
-        "held-out loss": (decimal(losses[-1]) if losses else "–")
-        + (f" (of other data or tokens than {first.letter}'s)" if other else ""),
-        "best held-out loss": decimal(best) if losses else "–",
-        "held-out answers exact": " → ".join(f"{x:.1%}" for x in exact[:1] + exact[1:][-1:]) or "–",
-        "training loss": decimal(number(last.get("train/loss"))) if last else "–",
-        "tokens per second": short(speed)
-        + (f" ({ratio:.2f} x {first.letter})" if compared else ""),
-        "step": with_unit(f"{step:,.0f}" if step >= 100 else short(step), "ms"),
-        "MFU": with_unit(short(100 * mfu), "%"),
-        "peak memory": with_unit(" / ".join(map(short, memory)) or "–", "GiB"),
-        "seen": f"{tokens} tokens, {labels} learnt" if last else "–",
-        "skipped": f"{len(skipped(run)):,} of {len(run.steps):,} logged steps" if last else "–",
-        "duration": str(timedelta(seconds=round(seconds))) if 0 <= seconds < 1e9 else "–",
+        **facts_of_evals(run, first),
+        **facts_of_steps(run, first),
+        "duration": str(timedelta(seconds=round(seconds))) if 0 <= seconds < 1e9 else "",
         "last line logged": run.written,
-        "learning rate": f"{c.get('lr', '–')}, {c.get('lr_scheduler', '–')}",
-        "parallelism": c.get("parallelism", "–"),
-        "model": Path(str(c.get("model_name_or_path", "–"))).name,
-        "data": Path(str(c.get("train_json", "–"))).name,
-        "dtype": c.get("dtype", "–"),
+        "learning rate": f"{config.get('lr', '–')}, {config.get('lr_scheduler', '–')}",
+        "parallelism": config.get("parallelism"),
+        "model": Path(str(config.get("model_name_or_path", ""))).name,
+        "data": Path(str(config.get("train_json", ""))).name,
+        "dtype": config.get("dtype"),
         "device": f"{env.get('world_size', '–')} × {env.get('device', '–')}",
-        "commit": env.get("revision") or "–",
-        "notes": "; ".join(run.notes) or "–",
+        "commit": env.get("revision"),
+        "notes": "; ".join(run.notes),
+    }
+
+
+def facts_of_evals(run, first) -> dict[str, str]:
+    """The held-out loss and answers of a run."""
+    losses = column(run.evals, "eval/loss")
+    exact = finite_of(column(run.evals, "eval/exact"))
+    if not losses:
+        return {}
+    last = decimal(losses[-1])
+    of_data = names_of("held_out")
+    if run.config.get("eval_fraction"):
+        of_data = (*of_data, "train_json")  # held out of the training data
+    if not same(run, first, of_data):
+        last += f" (of other data or tokens than {first.letter}'s)"
+    return {
+        "held-out loss": last,
+        "best held-out loss": decimal(min(finite_of(losses), default=math.nan)),
+        "held-out answers exact": " → ".join(f"{x:.1%}" for x in exact[:1] + exact[1:][-1:]),
+    }
+
+
+def facts_of_steps(run, first) -> dict[str, str]:
+    """The training loss, speed, memory and tokens of a run: the last step's, or medians."""
+    if not run.steps:
+        return {}
+    last = run.steps[-1]
+    step = median(run.steps, "perf/step_ms")
+    speed = median(run.steps, "perf/toks_per_s")
+    ratio = speed / (median(first.steps, "perf/toks_per_s") or math.nan)
+    said = short(speed)
+    if run is not first and math.isfinite(ratio) and same(run, first, names_of("trained_on")):
+        said += f" ({ratio:.2f} x {first.letter})"
+    memory = peaks_of(last)
+    memory = [number(x) for x in memory] if isinstance(memory, list) else []
+    if len(memory) > 8:
+        memory = [max(memory)]
+    tokens, labels = (short(number(last.get(f"data/{k}"))) for k in ("tokens", "label_tokens"))
+    return {
+        "training loss": decimal(number(last.get("train/loss"))),
+        "tokens per second": said,
+        "step": f"{step:,.0f} ms" if step >= 100 else with_unit(step, "ms"),
+        "MFU": with_unit(100 * median(run.steps, "perf/mfu"), "%"),
+        "peak memory": " / ".join(map(short, memory)) + " GiB" if memory else "",
+        "seen": f"{tokens} tokens, {labels} learnt",
+        "skipped": f"{len(skipped(run)):,} of {len(run.steps):,} logged steps",
     }
 
 
@@ -286,7 +302,8 @@ UNUSED = {"None", "False", "0", "0.0", ""}
 def differences(runs: list) -> dict[str, list[str | None]]:
     """The settings that differ, each with its text in every run; None where it is absent."""
     of_runs, found = [settings(run) for run in runs], {}
-    for key in dict.fromkeys(key for one in of_runs for key in one):
+    keys = dict.fromkeys(key for one in of_runs for key in one)
+    for key in keys:
         values = [str(one[key]) if key in one else None for one in of_runs]
         unused = None in values and {*values} <= {None, *UNUSED}  # a flag of one script
         if len({*values}) > 1 and not unused:
