@@ -16,7 +16,7 @@ from conftest import LAUNCHERS, TINY, python
 from safetensors.torch import save_file
 from test_checkpoint import make
 from test_export import trained
-from test_runs import ALL, train  # noqa: F401
+from test_runs import train  # noqa: F401
 from tiny_tokenizer import packs_of
 
 from llm_demo.core.errors import UserError
@@ -101,8 +101,7 @@ def test_a_file_over_the_limit_is_called_that(tmp_path):
         assert "inline_container" not in said
 
 
-@pytest.mark.parametrize("kind", ALL)
-def test_a_full_disk_under_a_run_is_one_line(kind, train, tmp_path):  # noqa: F811
+def test_a_full_disk_under_a_run_is_one_line(train, tmp_path):  # noqa: F811
     """metrics.jsonl grows beyond the limit; --output_dir is named."""
     begin = log.Log.open
 
@@ -114,7 +113,7 @@ def test_a_full_disk_under_a_run_is_one_line(kind, train, tmp_path):  # noqa: F8
     with limit(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(log.Log, "open", open_folder)
         with pytest.raises(UserError, match="--output_dir out: File too large .*: out"):
-            train(kind, "--max_steps 40 --save false")
+            train("fsdp", "--max_steps 40 --save false")
 
 
 def test_an_export_to_a_full_disk(tmp_path):
@@ -138,22 +137,6 @@ def test_other_errors_are_not_called_a_full_disk():
 # ---------------------------------------------------------------- a folder deleted under a run
 
 
-@pytest.mark.parametrize("kind", ALL)
-@pytest.mark.parametrize("flags", ["--save false", "--save_every 2 --log_every 9"])
-def test_a_folder_deleted_under_a_run_is_one_line(flags, kind, train, tmp_path, monkeypatch):  # noqa: F811
-    add = records.Records.add
-
-    def deleted(self, step, *rest):
-        if step == 2:
-            shutil.rmtree(self.log.folder)
-        add(self, step, *rest)
-
-    monkeypatch.setattr(records.Records, "add", deleted)
-    with pytest.raises(UserError, match="^out is gone: it was deleted or moved during"):
-        train(kind, f"--max_steps 4 {flags}")
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_folder_deleted_under_a_launched_run(tmp_path):
     flags = "--seq_len 32 --max_steps 5000 --log_every 1 --save_every 5 "
     flags += "--output_dir out"
@@ -173,11 +156,10 @@ def test_a_folder_deleted_under_a_launched_run(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize(
     "moment", [(records.Records, "add"), (saver.Saver, "_refuse_non_finite")], ids=["step", "save"]
 )
-def test_a_folder_replaced_under_a_run_is_one_line(moment, kind, train, tmp_path, monkeypatch):  # noqa: F811
+def test_a_folder_replaced_under_a_run_is_one_line(moment, train, tmp_path, monkeypatch):  # noqa: F811
     """By another of the same name, in which the run then writes nothing. save: just after the
     checkpoint's writing has looked at it."""
     act = vars(moment[0])[moment[1]]
@@ -190,7 +172,7 @@ def test_a_folder_replaced_under_a_run_is_one_line(moment, kind, train, tmp_path
 
     monkeypatch.setattr(*moment, replaced)
     with pytest.raises(UserError, match="^out is gone: it was deleted or moved during"):
-        train(kind, "--max_steps 4 --save_every 2 --log_every 9")
+        train("fsdp", "--max_steps 4 --save_every 2 --log_every 9")
     assert not [*(tmp_path / "out").iterdir()]
 
 
@@ -198,11 +180,10 @@ def names_in(folder):
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("kind", ALL)
-def test_what_is_deleted_from_a_runs_folder_is_put_back(kind, train, tmp_path, monkeypatch, capsys):  # noqa: F811
+def test_what_is_deleted_from_a_runs_folder_is_put_back(train, tmp_path, monkeypatch, capsys):  # noqa: F811
     """rm -r comes while a checkpoint is written, and the new file keeps the folder from going."""
     flags = "--max_steps 4 --save_every 2 --log_every 1"
-    kept = names_in(train(kind, flags).rename(tmp_path / "whole"))
+    kept = names_in(train("fsdp", flags).rename(tmp_path / "whole"))
     publish = checkpoint_files.publish
 
     def deleted(part, final):
@@ -219,7 +200,7 @@ def test_what_is_deleted_from_a_runs_folder_is_put_back(kind, train, tmp_path, m
             lock.lock_folder(tmp_path / "out", args)
 
     monkeypatch.setattr(checkpoint_files, "publish", deleted)
-    out = train(kind, flags)
+    out = train("fsdp", flags)
     said = capsys.readouterr().out
     assert "warning: out: deleted during the run and now written again: cmd.sh, config.j" in said
     assert names_in(out) == kept

@@ -27,7 +27,7 @@ from conftest import (
     smaller_model,
 )
 from safetensors.torch import load_file, save_file
-from test_checkpoint import Voice, checkpoints_of, flip, make, save, state
+from test_checkpoint import flip, make, save, state
 from test_security import sign
 
 from llm_demo.core.decoder import Blocks
@@ -153,22 +153,16 @@ def test_a_run_that_ends_before_its_first_step_costs_nothing(kind, train, tmp_pa
     save_file(weights, tmp_path / "lacking/model.safetensors")
     with pytest.raises(UserError, match="weight model.norm.weight is missing"):
         train(kind, "--max_steps 2 --overwrite --model_name_or_path lacking")
+    with monkeypatch.context() as patch:  # a dry run finds what only a forward pass refuses
+        patch.setattr(Blocks, "forward", raises(UserError("this model's attention")))
+        with pytest.raises(UserError, match="this model's attention"):
+            train(kind, "--max_steps 2 --overwrite --dry_run")
     for error in (UserError("in the first step"), torch.OutOfMemoryError("too large")):
         monkeypatch.setattr(script_of(kind), "label_positions", raises(error))
         for flags in ("--overwrite", "--output_dir new"):
             with pytest.raises(type(error), match=str(error)):
                 train(kind, f"--max_steps 2 {flags}")
     assert contents(tmp_path / "out") == before and not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize("kind", ALL)
-def test_a_dry_run_finds_what_only_a_forward_pass_refuses(kind, train, tmp_path, monkeypatch):
-    before = old_run(tmp_path / "out")
-    refuse = raises(UserError("this model's attention"))
-    monkeypatch.setattr(Blocks, "forward", refuse)
-    with pytest.raises(UserError, match="this model's attention"):
-        train(kind, "--max_steps 2 --overwrite --dry_run")
-    assert contents(tmp_path / "out") == before
 
 
 def model_with(folder, spoil=None):
@@ -264,66 +258,40 @@ def test_lines_without_a_record_stop_no_resume(train, capsys, record_property):
     assert json.loads((out / "summary.json").read_text())["skipped_steps"] == 1
 
 
-@pytest.mark.parametrize("text", ["null\n", "", None])
-def test_a_run_without_its_records_ends(text, train, capsys):
+def test_a_run_without_its_records_ends(train, capsys):
     """Its last step is done, and summary.json is missing."""
     out = train("fsdp", "--max_steps 1")
     (out / "summary.json").unlink()
     (out / "metrics.jsonl").unlink()
-    if text is not None:
-        (out / "metrics.jsonl").write_text(text)
     train("fsdp", "--max_steps 1 --resume auto")
     assert "no summary.json: metrics.jsonl holds no step" in capsys.readouterr().out
 
 
-ODD = [  # identity of trainer.json, None: without one
-    (None, "seed was None, is 1"),
-    ({}, "seed was None, is 1"),
-    ({"seed": [1]}, r"seed was \[1\], is 1"),
-    ("seed", "invalid identity: 'seed'"),
-]
-
-
-@pytest.mark.parametrize("identity, message", ODD)
-def test_an_odd_identity_of_a_checkpoint_is_one_line(identity, message, tmp_path, record_property):
-    record_property("bad inputs", 1)
+def test_an_odd_identity_of_a_checkpoint_is_one_line(tmp_path):
     save(make(tmp_path), 1)
     step = tmp_path / "checkpoints/step_00000001"
-    facts = json.loads((step / "trainer.json").read_text()) | {"identity": identity}
-    if identity is None:
-        del facts["identity"]
-    (step / "trainer.json").write_text(json.dumps(facts))
-    sign(step)
-    flags = {"save": False, "resume": str(tmp_path), "resume_anyway": False}
-    with refused(message):
-        checkpoints_of(Voice(tmp_path), {"seed": 1}, flags)
+    facts = json.loads((step / "trainer.json").read_text())
+    for identity, message in (
+        ({}, "seed was None, is 1"),
+        ({"seed": [1]}, r"seed was \[1\], is 1"),
+        ("seed", "invalid identity: 'seed'"),
+    ):
+        (step / "trainer.json").write_text(json.dumps(facts | {"identity": identity}))
+        sign(step)
+        with refused(message):
+            make(tmp_path)
 
 
 def test_who_resumes_on_other_data_is_told_the_clean_way(train, tmp_path):
-    out = train("fsdp", "--max_steps 1")
+    train("fsdp", "--max_steps 1")
     (tmp_path / "new.jsonl").write_text('{"prompt": "Who?", "completion": "It is I."}\n' * 40)
     with pytest.raises(UserError, match="content of data file 1 was .*, is ") as raised:
-        train("fsdp", "--max_steps 2 --resume out --output_dir again "
-              "--train_json new.jsonl")  # fmt: skip
+        train("fsdp", "--max_steps 2 --resume out --output_dir again --train_json new.jsonl")
     step = "out/checkpoints/step_00000001"
     assert (
         f"to train its model on other data, export it (python -m llm_demo.export {step} OUT) and "
         "start a new run with --model_name_or_path OUT; to continue anyway, add --resume_anyway"
     ) in str(raised.value)
-    export(Path(step), tmp_path / "OUT")
-    train("fsdp", "--max_steps 1 --overwrite --train_json new.jsonl "
-          "--model_name_or_path OUT")  # fmt: skip
-    assert json.loads((out / "config.json").read_text())["random_weights"] is False
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", "train.log", "cmd.sh", "config.json"])
-def test_a_pipe_in_a_runs_folder_is_one_line(name, train, tmp_path, record_property):
-    record_property("bad inputs", 1)
-    out = train("fsdp", "--max_steps 1")
-    (out / name).unlink()
-    os.mkfifo(out / name)  # who opens it waits without end
-    with pytest.raises(UserError, match=f"out.*{name} is a link or a pipe"):
-        train("fsdp", "--max_steps 2 --resume auto")
 
 
 def test_a_checkpoint_beyond_the_last_step_is_said_and_costs_nothing(train, capsys):
@@ -409,9 +377,7 @@ def test_nothing_is_written_into_another_run(train, tmp_path):
             run_folder.refuse_inside_checkpoints(inside)
 
 
-WRITTEN = ("cmd.sh", "train.log", "metrics.jsonl", "config.json", "env.json", "summary.json",
-           ".part-config.json", "checkpoints", "checkpoints/latest", "model", "tb",
-           "wandb")  # fmt: skip
+WRITTEN = ("metrics.jsonl", ".part-config.json", "checkpoints", "checkpoints/latest", "wandb")
 
 
 @pytest.mark.parametrize("how", ["--resume auto", "--overwrite"])
@@ -430,6 +396,10 @@ def test_no_run_writes_through_the_links_of_a_folder(how, train, tmp_path):
             train("fsdp", f"--max_steps 2 --output_dir crafted {how}")
         shutil.rmtree(tmp_path / "crafted")
     assert contents(mine) == {Path("file"): b"mine"} and contents(tmp_path / "out") == folder
+    (tmp_path / "out/metrics.jsonl").unlink()
+    os.mkfifo(tmp_path / "out/metrics.jsonl")  # who opens it waits without end
+    with pytest.raises(UserError, match="out: metrics.jsonl is a link or a pipe"):
+        train("fsdp", f"--max_steps 2 {how}")
 
 
 def test_a_file_is_replaced_not_what_a_link_at_its_part_points_to(tmp_path):
@@ -447,8 +417,19 @@ def test_no_secret_of_the_environment_is_written_down(monkeypatch):
         monkeypatch.setenv(name, value)
     for name, (value, _) in ADDRESSES.items():
         monkeypatch.setenv(f"TORCH_{name}", value)
+    devices = (  # what chooses devices and kernels
+        "HSA_OVERRIDE_GFX_VERSION",
+        "ROCR_VISIBLE_DEVICES",
+        "ROCBLAS_LAYER",
+        "HIPBLASLT_LOG_LEVEL",
+        "GPU_MAX_HW_QUEUES",
+        "FLASH_ATTENTION_TRITON_AMD_ENABLE",
+        "CUBLAS_WORKSPACE_CONFIG",
+    )
+    for name in devices:
+        monkeypatch.setenv(name, "1")
     found = environment(WORLD)["environment"]
-    assert found["NCCL_DEBUG"] == "WARN" and secret.keys() <= found.keys()
+    assert found["NCCL_DEBUG"] == "WARN" and {*secret, *devices} <= found.keys()
     assert {found[f"TORCH_{name}"] for name in ADDRESSES} == {
         kept for _, kept in ADDRESSES.values()
     }
@@ -508,15 +489,6 @@ def test_cmd_sh_has_the_bytes_of_paths_that_are_not_utf8(tmp_path, monkeypatch):
     assert Path("page.md").read_bytes() == b"of here\\udcff\n"
 
 
-@pytest.mark.parametrize("name", [
-    "HSA_OVERRIDE_GFX_VERSION", "ROCR_VISIBLE_DEVICES", "ROCBLAS_LAYER", "HIPBLASLT_LOG_LEVEL",
-    "GPU_MAX_HW_QUEUES", "FLASH_ATTENTION_TRITON_AMD_ENABLE", "CUBLAS_WORKSPACE_CONFIG",
-])  # fmt: skip
-def test_what_chooses_devices_and_kernels_is_written_down(name, monkeypatch):
-    monkeypatch.setenv(name, "1")
-    assert environment(WORLD)["environment"][name] == "1"
-
-
 def test_runs_of_the_same_second_have_names_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "ROOT", tmp_path)
     args = args_with(model_name_or_path="m")
@@ -538,11 +510,10 @@ def test_a_link_to_nowhere_is_one_line_before_anything_is_read(train, tmp_path):
 
 
 @pytest.mark.parametrize("flags", ["--resume auto", "--resume auto --dry_run", "--overwrite"])
-def test_a_live_run_is_locked_before_its_checkpoints_are_read(flags, train, tmp_path, monkeypatch):
-    before = old_run(tmp_path / "out")
-    monkeypatch.setattr(
-        checkpoint_files, "find_checkpoint", raises(AssertionError("looked for checkpoints"))
-    )
+def test_a_live_run_is_locked_before_its_checkpoints_are_read(flags, train, tmp_path):
+    old_run(tmp_path / "out")
+    (tmp_path / "out/checkpoints/step_00000001").mkdir(parents=True)  # it would be refused
+    before = contents(tmp_path / "out")
     with open(tmp_path / "out/cmd.sh") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         for kind in KINDS:
@@ -738,7 +709,7 @@ def overflows(n):
     return [i in (0, 3, 4, 1200, 1201, 2500) for i in range(n)]
 
 
-@pytest.mark.parametrize("at", [1, 4, 5, 999, 1004, 1005, 2300])
+@pytest.mark.parametrize("at", [1, 5, 1004])
 def test_the_loss_scale_goes_on_as_if_never_stopped(at, monkeypatch):
     from deepspeed.runtime.fp16 import loss_scaler
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
