@@ -255,6 +255,8 @@ def saved_bytes(block: Cost, sizes: Sizes, s: Settings) -> float:
     if s.sequence_parallel > 1:  # the output of attention, for whole rows
         numbers += sizes.heads.queries * sizes.heads.width
     total = numbers * s.size
+    if block.chosen:  # the router's input, in fp32
+        total += 4 * sizes.hidden
     if s.keys and not block.rule:  # no fused kernel: in fp32, with probabilities
         total += 4 * sizes.heads.queries * (3 * sizes.heads.width + s.keys)
     if block.rule and s.rule == "chunked":  # in fp32, with the states between chunks
@@ -276,27 +278,31 @@ def passing_bytes(block: Cost, sizes: Sizes, s: Settings) -> float:
     total = 8 * heads.queries * s.keys  # gradients of probabilities
     if s.sequence_parallel > 1:  # slices for heads, sent and received
         total += 4 * heads.queries * heads.width * s.size
+    # inputs of experts, in the order of experts and of tokens
+    of_experts = 2 * block.chosen * sizes.hidden * s.size
+    of_rule = 56 * block.rule if s.rule != "chunked" else 0
     if not s.use_activation_checkpointing:
-        return total
-    total += saved_bytes(block, sizes, s)
-    if block.chosen:
-        return total
+        return total + of_experts + of_rule
     # of queries, keys and values, some in fp32; then the network's memory is free
     of_attention = s.size * (4 * heads.queries + 2 * heads.keys) + 4 * heads.queries
-    of_mixer = 56 * block.rule or heads.width * of_attention
+    of_mixer = of_rule if block.rule else heads.width * of_attention
     of_network = width_of(block, s) * s.size
-    return total + max(of_network, of_mixer - 3 * of_network)
+    total += saved_bytes(block, sizes, s)
+    return total + max(of_experts or of_network, of_mixer - 3 * of_network)
 
 
 def loss_bytes(sizes: Sizes, s: Settings) -> float:
     """Bytes of a chunk's logits, which become their gradient, and of the head's gradient."""
-    rows = min(CHUNK_ROWS // SLIM if s.lora else CHUNK_ROWS, s.tokens)
+    slim = s.lora or s.optimizer_on_host and s.tokens > CHUNK_ROWS
+    rows = min(CHUNK_ROWS // SLIM if slim else CHUNK_ROWS, s.tokens)
     logits, head = rows * sizes.vocabulary * s.size, sizes.embedding * s.size
     # in place if compiled or in fp32
     copy = 0 if s.compile or s.size == 4 else rows * sizes.vocabulary * 4
     if s.lora:
         return logits + copy
-    if s.tokens > CHUNK_ROWS:  # the head's gradient is summed in fp32
+    if slim:  # the head's gradient is summed in fp32
+        return sizes.embedding * 4 + logits + copy + head
+    if s.tokens > CHUNK_ROWS:
         return sizes.embedding * 4 + max(logits + copy, head)
     return logits + max(copy, head)
 
@@ -317,6 +323,11 @@ def at_the_loss(sizes: Sizes, s: Settings, flight: dict[int, int]) -> tuple[floa
     tokens = held * each
     if s.activations_on_host:
         tokens -= (n - INPUTS_KEPT - 1) * block_input
+    if s.expert_parallel > 1:  # all ranks' tokens, their sums, and the gradients of both
+        tokens += 4 * s.expert_parallel * block_input
+    if s.engine == "fsdp_pp":  # outputs until their backward, and four slots for each neighbour
+        pieces = len(counts) // s.stages
+        tokens += (sum(flight.values()) + 8 * pieces) * block_input
     tokens += s.attention_kept * attention_bytes(sizes, s)
     backward = max(passing_bytes(block, sizes, s) for block in {*sizes.blocks})
     activations = s.tokens * tokens

@@ -264,6 +264,27 @@ def test_shares_of_rows_and_matrices_and_experts():
     assert one - two == pytest.approx(routed / 2 * 2)
 
 
+CKPT = {"use_activation_checkpointing": True}
+SAVING = {**CKPT, "reshard_after_forward": True, "optimizer_on_host": True}
+STAGES = {"engine": "fsdp_pp", "stages": 4, "schedule": "interleaved", "counts": (5,) * 8}
+
+
+@pytest.mark.parametrize("model, gib, given", [
+    ("qwen3-30b-a3b", 41.6, dict(SAVING, ranks=8, expert_parallel=8, micro_batch_size=8)),
+    ("qwen3.5-35b-a3b-4l", 38.1, dict(SAVING, ranks=4, expert_parallel=4, micro_batch_size=16)),
+    ("qwen3-14b", 119.8, dict(CKPT, ranks=1, sharded=False, micro_batch_size=16,
+                              grad_accum_steps=4, **STAGES)),
+    ("qwen3.5-4b-like", 486.7, dict(engine="pp", ranks=1, stages=2, counts=(19, 13),
+                                    activation_memory_budget=0.6, micro_batch_size=64)),
+])  # fmt: skip
+def test_settings_that_were_not_measured(model, gib, given):
+    """As counted once, with each block's saved tensors: what experts exchange, what stages send and
+    what the kernel of a delta rule allocates take much here."""
+    settings = Settings(**{"engine": "fsdp", "seq_len": 4096, **given})
+    sizes = sizes_of(load_config(ROOT / "models" / model, 4096))
+    assert memory.fullest(sizes, settings).total == pytest.approx(gib, rel=0.06)
+
+
 SMALL = dict(
     vocab_size=512, hidden_size=256, intermediate_size=512, num_attention_heads=4,
     num_key_value_heads=2, num_hidden_layers=2,
