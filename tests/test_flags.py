@@ -135,7 +135,7 @@ REFUSED = [
      "question and its answer are two columns"),
     ("fsdp", "--max_steps 0 --num_epochs 0", "--max_steps 0 needs --num_epochs above 0"),
     ("fsdp", "--profile_steps 3",
-     "--profile_steps 3: must be two steps such as 5:7, counted from 1"),
+     "--profile_steps 3: must be two steps such as 5:7"),
     ("fsdp", "--early_stopping 1 --eval_every 4 --save_every 3", "--early_stopping: --eval_every 4 "
      "must be a multiple of --save_every 3, so that the best checkpoint exists"),
     ("fsdp", "--copy_engines --dtype fp32", "--copy_engines requires --dtype bf16 or fp16"),
@@ -221,7 +221,7 @@ def words_for(condition, kind):
     field = next(f for f in fields(kind) if f.name == name)
     if not value:
         others = {field.default, field.metadata["off"]}
-        tries = ("true", "2", "0.5", "4", "a", *parsing.choices_of(field))
+        tries = ("true", "2", "0.5", "4", "a", "h100", *parsing.choices_of(field))
         allowed = [text for text in tries if not parsing.why_refused(field, text)]
         value = next(text for text in allowed if parsing.value_of(field, text) not in others)
     return f"--{name}={value}"
@@ -314,7 +314,7 @@ SOON += [
     ("-m llm_demo.report", "", "the following arguments are required: RUN"),
     ("zero/train_zero.py", "--train_json no.jsonl", "no such data file: no.jsonl"),
     (LAUNCHERS["pp"], "--output_dir full", "--output_dir full is not empty: choose another, or"),
-    (LAUNCHERS["fsdp"], "--estimate --card h101", "--card h101: choose from h100, h200, "),
+    (LAUNCHERS["fsdp"], "--estimate --card h101", "--card h101: must be one of h100, h200, "),
 ]
 
 

