@@ -82,18 +82,28 @@ def reduce_traffic(
     takes_others = hasattr(FSDPModule, "set_custom_reduce_scatter")
     if not takes_others:
         missing["sending gradients in 16 bits"] = "FSDP2 takes no other transfers"
-    if reason := cast_in_copy():
+    reason = cast_in_copy()
+    if reason:
         missing["casting weights while they are copied"] = reason
     for unit in modules:
         ranks = unit.group if isinstance(unit, WithParts) else group
         few = few_of_each_node(dist.get_process_group_ranks(ranks), world.local_size)
-        if accumulates and compiles and (reason := add_together(unit)):
+        reason = add_together(unit) if accumulates and compiles else None
+        if reason:
             missing["adding a unit's gradients in one kernel"] = reason
         if few and takes_others and not accumulates:
             adds = sums.get(unit) if replicas == 1 and ranks.size() > 1 else None
-            by = timed if unit in by_engines else None
-            how = SumInFp32(unit, dtype, ranks, compiles, by, adds, scratch, pool)
-            unit.set_custom_reduce_scatter(how)
+            reduce_scatter = SumInFp32(
+                unit,
+                dtype,
+                ranks,
+                compiles,
+                timed=timed if unit in by_engines else None,
+                adds=adds,
+                scratch=scratch,
+                pool=pool,
+            )
+            unit.set_custom_reduce_scatter(reduce_scatter)
         if unit in by_engines:
             unit.set_custom_all_gather(GatherByEngines(group, timed, pool))
         elif scratch and takes_others and not isinstance(unit, Blocks | WithParts):
@@ -172,6 +182,10 @@ class GatherByEngines:
         self.timed("all_gather", copy_engines.all_gather, output_tensor, group=self.group)
 
 
+def ignore_sum(reduced: torch.Tensor) -> None:
+    """In place of a unit's own hook for the sum of its gradients, which UnitSum has already."""
+
+
 class SumInFp32(SumBesideActivations):
     """A reduce-scatter that sends gradients in their own dtype and sums them in fp32.
 
@@ -185,28 +199,32 @@ class SumInFp32(SumBesideActivations):
         scratch: for what NCCL receives. pool: for what copy engines send."""
 
     def __init__(
-        self, unit: FSDPModule, dtype: torch.dtype, group: dist.ProcessGroup, compiles: bool,
-        timed: Callable | None = None, adds: UnitSum | None = None, scratch: Scratch | None = None,
+        self,
+        unit: FSDPModule,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup,
+        compiles: bool,
+        timed: Callable | None = None,
+        adds: UnitSum | None = None,
+        scratch: Scratch | None = None,
         pool: str | None = None,
-    ):  # fmt: skip
+    ):
         super().__init__(unit)
         self.dtype, self.group, self.timed = dtype, group, timed
         self.adds, self.scratch, self.pool = adds, scratch, pool
         self.sum = compile_once(sum_into) if compiles else sum_into
         if adds:
-            adds.module.set_all_reduce_hook(lambda reduced: None)  # replaces the unit's own
+            adds.module.set_all_reduce_hook(ignore_sum)
 
-    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if self.adds and self.compute is not None:
-            self.compute = None  # a stand-in, which nobody reads; PyTorch 2.15 keeps it for a while
-            return self.scratch.memory[: math.prod(size)]
-        return super().allocate(size, dtype=dtype, device=device)
-
-    def empty_input(self, size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate_input(self, n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if self.timed:
-            n = math.prod(size)
             return copy_engines.shared_empty(n, self.dtype, device, self.group, self.pool)
-        return super().empty_input(size, self.dtype, device)
+        return super().allocate_input(n, self.dtype, device)
+
+    def allocate_sum(self, n: int, dtype: torch.dtype, device: torch.device, stream):
+        if self.adds:  # a stand-in, which nobody reads; PyTorch 2.15 keeps it for a while
+            return self.scratch.memory[:n]
+        return super().allocate_sum(n, dtype, device, stream)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False) -> None:
         wanted = self.dtype if self.adds else torch.float32

@@ -27,11 +27,20 @@ class Group:
     last step's right factor. start [k, m, r]: random columns of length 1, the first factor, and
     what replaces columns that are lost."""
 
-    def __init__(self, members: list[int], shape: tuple, rank: int, names: list[str], **kind):
-        """members: numbers of parameters. names: of all parameters. kind: device and dtype."""
+    def __init__(
+        self,
+        members: list[int],
+        shape: tuple,
+        rank: int,
+        names: list[str],
+        device: torch.device,
+        dtype: torch.dtype,
+    ):
+        """members: numbers of parameters. names: of all parameters."""
         (n, m), self.members = shape, members
-        self.error = torch.zeros(len(members), n, m, **kind)
-        factors = torch.stack([_random(m, rank, names[i]) for i in members]).to(**kind)
+        self.error = torch.zeros(len(members), n, m, device=device, dtype=dtype)
+        factors = torch.stack([_random(m, rank, names[i]) for i in members])
+        factors = factors.to(device=device, dtype=dtype)
         self.start = nn.functional.normalize(factors, dim=1)
         self.factor = self.start.clone()
 
@@ -73,11 +82,11 @@ class LowRank:
             fits = rank * (most + m) < most * m
             (shapes[len(local_part(p)), m] if fits else self.whole).append(i)
         names, self.groups = [p.hf_name for p in params], []
-        kind = {"device": local_part(params[0]).device, "dtype": dtype}
+        device = local_part(params[0]).device
         for (n, m), members in shapes.items():
             size = max(1, TOGETHER // max(1, n * m))
             parts = [members[i : i + size] for i in range(0, len(members), size)]
-            self.groups += [Group(part, (n, m), rank, names, **kind) for part in parts]
+            self.groups += [Group(part, (n, m), rank, names, device, dtype) for part in parts]
         # whether errors are sums over replicas, as in a checkpoint: zeros are
         self.summed = True
 
@@ -142,7 +151,8 @@ class LowRank:
         total = sum(local_part(p).numel() for p in self.params)
         share = f"{(thin + whole) / total:.1%} of the gradients' bytes are sent"
         small = [self.params[i].hf_name for i in self.whole if self.params[i].ndim > 1]
-        small[1:] = [f"{len(small) - 1} more"] * (len(small) > 1)
+        if len(small) > 1:
+            small[1:] = [f"{len(small) - 1} more"]
         share += f"; too small to compress: {' and '.join(small)}" if small else ""
         return f"PowerSGD from step {self.start + 1} on: {share}"
 
@@ -170,20 +180,24 @@ class LowRank:
         return state
 
 
-def choose_low_rank(job, params: list[nn.Parameter], grid: DeviceMesh) -> LowRank | None:
-    """What sums gradients over replicas with --psgd_rank; None without. job: a run.Job that is
-    open. The rest: as in LowRank."""
-    args, say = job.args, job.log.say
-    if not args.psgd_rank:
-        return None
+def choose_low_rank(
+    rank: int,
+    params: list[nn.Parameter],
+    grid: DeviceMesh,
+    horizon: Horizon,
+    done: int,
+    say: Callable,
+) -> LowRank | None:
+    """What sums gradients over replicas with --psgd_rank; None with one copy of the model. The
+    arguments are those of LowRank."""
     if REPLICA not in grid.mesh_dim_names:
         say("warning: --psgd_rank has no effect with one copy of the model")
         return None
-    start = job.plan.horizon.warmup_steps
-    low_rank = LowRank(params, args.psgd_rank, start, grid, job.saver.first_step)
+    start = horizon.warmup_steps
+    low_rank = LowRank(params, rank, start, grid, done)
     say(low_rank.describe())
-    if start >= job.plan.horizon.max_steps:
-        say(f"warning: the run ends at step {job.plan.horizon.max_steps}, before PowerSGD starts")
+    if start >= horizon.max_steps:
+        say(f"warning: the run ends at step {horizon.max_steps}, before PowerSGD starts")
     return low_rank
 
 

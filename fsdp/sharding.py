@@ -1,13 +1,8 @@
-"""Which ranks hold what, FSDP2's settings for exact numbers, and a rank's part of each parameter.
+"""Which ranks hold what, FSDP2's settings for exact numbers, and a rank's part of each parameter."""
 
-What is optimized and checkpointed is a `Shards`, `Masters` of core or HostAdamW. All have:
-model_params and, in their order, params, what is optimized; take_grads(last), after each
-micro-batch; grads(), those of the step; views(optimizer), for a checkpoint; store(masters), after
-loading one. The first two also have grad_of(p) and follow(optimizer); HostAdamW is its own
-optimizer."""
-
+import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,6 +20,26 @@ from llm_demo.core.optim import MOMENTS
 from llm_demo.core.rows import Slice
 from llm_demo.flags.args import Args
 from llm_demo.model.costs import refuse_shares
+
+
+class Optimized(Protocol):
+    """What is optimized and checkpointed: a Shards, core's Masters or a HostAdamW, which is its own
+    optimizer. The others `follow` one."""
+
+    model_params: list[nn.Parameter]
+    params: list[nn.Parameter]  # what the optimizer updates, in that order
+
+    def take_grads(self, last: bool) -> None:
+        """Called after each micro-batch."""
+
+    def grads(self) -> list[torch.Tensor]:
+        """This rank's part of the step's gradients."""
+
+    def views(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple]:
+        """(parameter, its fp32 master, *MOMENTS of it) of each parameter, for a checkpoint."""
+
+    def store(self, masters: dict[nn.Parameter, torch.Tensor]) -> None:
+        """Called with the masters of a checkpoint that was loaded."""
 
 
 class Layout(NamedTuple):
@@ -113,9 +128,12 @@ def precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
     micro-batches in fp32."""
     if dtype == torch.float32:
         return MixedPrecisionPolicy()
-    # inputs are in `dtype`, or rotary tables of OLMo, in fp32 as in transformers
-    how = {"reduce_dtype": torch.float32, "cast_forward_inputs": False}
-    return MixedPrecisionPolicy(param_dtype=dtype, **how)
+    return MixedPrecisionPolicy(
+        param_dtype=dtype,
+        reduce_dtype=torch.float32,
+        # they are in `dtype`, or rotary tables of OLMo, in fp32 as in transformers
+        cast_forward_inputs=False,
+    )
 
 
 class WithParts(nn.Module):
@@ -139,24 +157,35 @@ def shard_units(model: DecoderLoss, mesh: DeviceMesh, mp_policy, reshard: bool) 
         others = set(of_many.parameters()) - kept_in_fp32(model)
         fully_shard(of_many, mesh=mesh, reshard_after_forward=False, ignored_params=others)
     kept = kept_in_fp32(model)
-    how = {"mp_policy": mp_policy, "reshard_after_forward": reshard}
     for i, unit in enumerate(model.units):
         of_grid = {}
         for module in unit.modules():
             if hasattr(module, "cut"):
                 of_grid.setdefault(module.grid, []).append(module)
         cut = {grid: {getattr(m, key) for m in of_grid[grid] for key in m.cut} for grid in of_grid}
-        fully_shard(unit, mesh=mesh, ignored_params=kept.union(*cut.values()), **how)
+        fully_shard(
+            unit,
+            mesh=mesh,
+            ignored_params=kept.union(*cut.values()),
+            mp_policy=mp_policy,
+            reshard_after_forward=reshard,
+        )
         for grid, modules in of_grid.items():
             shards = grid[SHARD]
             model.units[i] = WithParts(model.units[i], modules, shards.get_group())
             others = set(unit.parameters()) - cut[grid]  # new ones, where they are sharded
-            fully_shard(model.units[i], mesh=shards, ignored_params=others, **how)
+            fully_shard(
+                model.units[i],
+                mesh=shards,
+                ignored_params=others,
+                mp_policy=mp_policy,
+                reshard_after_forward=reshard,
+            )
 
 
 class SumBesideActivations:
     """FSDP2's own reduce-scatter of a unit, but sums over ranks take memory of the stream that
-    computes. FSDP2 calls `allocate` twice for each: for what it sends, then for the sum.
+    computes.
 
     FSDP2 allocates them on another stream, and the allocator keeps a pool for each. In the backward
     that pool grows by all gradients while activations leave theirs, and the device must hold both:
@@ -166,21 +195,33 @@ class SumBesideActivations:
     is added, while FSDP2's stream may still read it, so it comes from that stream's pool."""
 
     def __init__(self, unit: FSDPModule):
-        self.unit, self.compute = unit, None
+        self.unit = unit
+        self.sent = None  # (elements, stream) of the input, until its sum is allocated
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        streams = torch.get_device_module(device)
-        if self.compute is None:  # FSDP2 allocates what it sends, then on its own stream the sum
-            self.compute = streams.current_stream()
-            return self.empty_input(size, dtype, device)
-        compute, self.compute = self.compute, None
+        """FSDP2 calls this twice for each reduction: for what it sends, then, on its own stream,
+        for the sum. Raises RuntimeError if the second is not a rank's part of the first."""
+        n = math.prod(size)
+        if self.sent is None:
+            self.sent = n, torch.get_device_module(device).current_stream()
+            return self.allocate_input(n, dtype, device)
+        (sent, stream), self.sent = self.sent, None
         params = params_of(self.unit)
-        lasts = params is not None and all(p.grad is None for p in params)
-        with streams.stream(compute if lasts else streams.current_stream()):
-            return torch.empty(*size, dtype=dtype, device=device)
+        if params and sent != n * shards_of(params[0]):
+            raise RuntimeError(f"FSDP2 sums {sent} elements into {n}, over other ranks than known")
+        return self.allocate_sum(n, dtype, device, stream)
 
-    def empty_input(self, size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+    def allocate_input(self, n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for the n elements that are sent."""
+        return torch.empty(n, dtype=dtype, device=device)
+
+    def allocate_sum(self, n: int, dtype: torch.dtype, device: torch.device, stream):
+        """Memory for a sum of n elements. stream: which computes."""
+        params = params_of(self.unit)
+        if params is None or any(p.grad is not None for p in params):  # it is added and freed
+            return torch.empty(n, dtype=dtype, device=device)
+        with torch.get_device_module(device).stream(stream):
+            return torch.empty(n, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
         # PyTorch 2.13 renamed it
@@ -305,7 +346,8 @@ def on_grid(local: torch.Tensor, like: DTensor, grid: DeviceMesh) -> DTensor:
     grid = on_device(grid, local.device.type)
     shape, placements = like.shape, [Replicate()] * (grid.ndim - len(like.placements))
     placements += like.placements
-    if (cut := getattr(like, "cut", None)) is not None:
+    cut = getattr(like, "cut", None)
+    if cut is not None:
         grid, placements = on_device(like.grid, local.device.type), [Shard(cut), Shard(0)]
         shape = torch.Size(n * (grid.size(0) if i == cut else 1) for i, n in enumerate(like.shape))
     stride = torch.empty(shape, device="meta").stride()
