@@ -1,19 +1,16 @@
 """Builds the model of train_fsdp.py, sharded before it has weights, so that no process makes or
 reads more than its share."""
 
+from collections.abc import Callable
+
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
-from fsdp import copy_engines
-from fsdp.activations_on_host import keep_on_host
 from fsdp.flags import sums_each
-from fsdp.fsdp2 import reduce_traffic
-from fsdp.host_adamw import HostAdamW, UnitSum, host_need, plain_units, prepare_host, sharded_units
-from fsdp.pieces import use_pieces
-from fsdp.sharding import Layout, Shards, precision, shard_units, sum_not_average
+from fsdp.sharding import Layout, Optimized, Shards, precision, shard_units, sum_not_average
 from llm_demo.core.decoder import (
     Blocks,
     DecoderLoss,
@@ -24,86 +21,120 @@ from llm_demo.core.decoder import (
     spread_rows,
 )
 from llm_demo.core.experts import keep_part, kept_in_fp32
-from llm_demo.core.lora import apply_lora
 from llm_demo.core.masters import Masters
 from llm_demo.core.mesh import World, make_part_mesh
-from llm_demo.core.tensor import keep_share
+from llm_demo.flags.args import Args
 from llm_demo.machine.device import DTYPES
 from llm_demo.machine.dist import once_per_node
 from llm_demo.machine.text import counted
 from llm_demo.model.costs import param_count, unit_sizes
+from llm_demo.model.model_folder import Source
 from llm_demo.model.weights_files import loading
-from llm_demo.run.choices import compiles_adamw, fused_kernels, give_fp8
+from llm_demo.run.choices import Compute, compiles_adamw, fused_kernels, give_fp8
 from llm_demo.run.log import Log
+from llm_demo.run.plan import Plan
+from llm_demo.run.saver import Saver
 
 # Parameters. On two H200, copy engines saved 5 % of a step for units of 193M (8B), and nothing
 # above noise for units of 63M (0.6B) (bench/LOG.md).
 LARGE = 100_000_000
 
 
-def build(job, layout: Layout) -> tuple[DecoderLoss, Shards | Masters | HostAdamW, bool]:
-    """Build the model on every rank: (it, what is optimized, whether AdamW is compiled). job: a
-    run.Job that is open. Raises UserError if the host has too little memory."""
-    args, plan, world, say = job.args, job.plan, job.world, job.log.say
-    weights, compute, on_host = plan.source.weights, plan.compute, args.optimizer_on_host
-    in_16_bits = compute.dtype != torch.float32
+def build(
+    args: Args,
+    plan: Plan,
+    layout: Layout,
+    world: World,
+    saver: Saver,
+    log: Log,
+    timed: Callable,
+) -> tuple[DecoderLoss, Optimized, bool]:
+    """Build the model on every rank: (it, what is optimized, whether AdamW is compiled). timed: of
+    `reduce_traffic`. Raises UserError if the host has too little memory."""
+    config, weights, compute = plan.source.config, plan.source.weights, plan.compute
+    on_host, in_16_bits = args.optimizer_on_host, compute.dtype != torch.float32
     has_masters = in_16_bits and not (layout.sharded or on_host)
-    lm, n_params, n_trained = adapted(job)
+    lm, n_params, n_trained = adapted(args, plan.source, compute, world, saver, log)
     row_group = spread_blocks(lm, world, layout)
     works = compute.compile and not on_host
-    compiled = job.log.decided(compiles_adamw(works, n_trained, layout.n_shards, has_masters))
+    compiled = log.decided(compiles_adamw(works, n_trained, layout.n_shards, has_masters))
     with loading(weights, layout.n_shards):
-        model = wrap(lm, job)
+        model = wrap(lm, args, compute)
         model.tail.group = row_group
         if layout.sharded:
-            shard(model, job, layout.mesh)
+            shard(model, args, compute.dtype, layout.mesh, config.tie_word_embeddings)
         if on_host:
-            say(once_per_node(world, lambda: prepare_host(args, model, world)))
+            from fsdp import host_adamw
+
+            log.say(once_per_node(world, lambda: host_adamw.prepare_host(args, model, world)))
         if args.activations_on_host:
-            keep_activations(model, job, layout)
+            slots = plan.data.train.seq_len // layout.part.count
+            shape = args.micro_batch_size, slots, config.hidden_size
+            keep_activations(model, args, shape, compute.dtype, world, log)
         allocate(model, world.device)
-        if lm.config.tie_word_embeddings:  # allocated separately
+        if config.tie_word_embeddings:  # allocated separately
             lm.lm_head.weight = lm.model.embed_tokens.weight
         units = []
-        if on_host:
-            units = (sharded_units if layout.sharded else plain_units)(model, compute.compile)
+        if on_host and layout.sharded:
+            units = host_adamw.sharded_units(model, compute.compile)
+        elif on_host:
+            units = host_adamw.plain_units(model, compute.compile)
         if layout.sharded and in_16_bits:
-            tune(model, units, job, layout)
-        how = plan.horizon.lr, args.weight_decay, DTYPES[args.optim_state]
-        host = HostAdamW(units, *how) if on_host else None
-        for name in ("model",) if lm.config.tie_word_embeddings else ("model", "lm_head"):
+            tune(model, units, args, compute, layout, world, timed, log)
+        host = None
+        if on_host:
+            host = host_adamw.HostAdamW(
+                units,
+                lr=plan.horizon.lr,
+                weight_decay=args.weight_decay,
+                moments=DTYPES[args.optim_state],
+            )
+        for name in ("model",) if config.tie_word_embeddings else ("model", "lm_head"):
             fill(lm, name, weights, args.seed, host and host.keep)
         if host:
             host.allocate()
+        optimized = host
         if has_masters:
-            accumulates = args.grad_accum_steps > 1
             optimized = Masters(
-                model, list(model.units), compute.dtype, accumulates, compiled, kept_in_fp32(model)
+                model,
+                units=list(model.units),
+                dtype=compute.dtype,
+                accumulates=args.grad_accum_steps > 1,
+                compiled=compiled,
+                in_fp32=kept_in_fp32(model),
             )
-        else:
-            optimized = host or Shards(model)
-    log_sizes(job, layout, n_params, n_trained, sum(p.numel() for p in optimized.params))
+        elif not host:
+            optimized = Shards(model)
+    n_local = sum(p.numel() for p in optimized.params)
+    log_sizes(log, layout, world, n_params, n_trained if compute.lora else None, n_local)
     return model, optimized, compiled
 
 
-def adapted(job) -> tuple[PreTrainedModel, int, int]:
+def adapted(
+    args: Args, source: Source, compute: Compute, world: World, saver: Saver, log: Log
+) -> tuple[PreTrainedModel, int, int]:
     """(the decoder on the meta device with its adapters if any, its parameters without them, those
     that are trained)."""
-    plan, compute = job.plan, job.plan.compute
-    how = compute.attn_impl, plan.source.weights, compute.product, compute.rule
-    lm = skeleton(plan.source.config, *how)
+    lm = skeleton(
+        source.config,
+        attn_impl=compute.attn_impl,
+        weights=source.weights,
+        product=compute.product,
+        rule=compute.rule,
+    )
     n_params = n_trained = param_count(lm)
-    lines = give_fp8(lm, compute, job.args.tensor_parallel)
-    if job.args.base_bits == 4:
+    for line in give_fp8(lm, compute, args.tensor_parallel):
+        log.say(line)
+    if args.base_bits == 4:
         from llm_demo.model.four_bits_base import give_four_bits
 
-        lines += give_four_bits(lm, job)
-    for line in lines:
-        job.log.say(line)
+        give_four_bits(lm, source, compute, args.seed, world, saver, say=log.say)
     if compute.lora:
+        from llm_demo.core.lora import apply_lora
+
         apply_lora(lm, compute.lora, compute.dtype)
         # of dropout; other random numbers have seeds of their own
-        torch.manual_seed(job.args.seed + job.world.rank)
+        torch.manual_seed(args.seed + world.rank)
         n_trained = compute.lora.parameters
     return lm, n_params, n_trained
 
@@ -118,18 +149,20 @@ def spread_blocks(lm: PreTrainedModel, world: World, layout: Layout) -> ProcessG
     parts = make_part_mesh(world, layout.part.count)
     row_group = parts.get_group(0)
     if layout.tensor_parallel > 1:
+        from llm_demo.core.tensor import keep_share
+
         keep_share(lm, parts)
     else:
         spread_rows(lm, row_group)
     return row_group
 
 
-def wrap(lm: PreTrainedModel, job) -> DecoderLoss:
+def wrap(lm: PreTrainedModel, args: Args, compute: Compute) -> DecoderLoss:
     """The decoder in units of blocks, compiled, with its loss; still on the meta device."""
-    args, compute, on_host = job.args, job.plan.compute, job.args.optimizer_on_host
+    on_host = args.optimizer_on_host
     # only a unit's input goes to the host
     per_unit = 1 if args.activations_on_host else args.blocks_per_unit
-    blocks = make_units(
+    units = make_units(
         lm.model.layers,
         unit_sizes(lm.config, lm.config.num_hidden_layers, per_unit),
         checkpointing=args.use_activation_checkpointing,
@@ -137,9 +170,12 @@ def wrap(lm: PreTrainedModel, job) -> DecoderLoss:
         keeping=compute.attention_kept,
         kept=fused_kernels(compute.attn_impl) if compute.attention_kept else [],
     )
-    for unit in blocks:
-        use_pieces(unit)
-    model = DecoderLoss(lm, blocks, compute.compile, slim=on_host)
+    if compute.lora:
+        from fsdp.pieces import use_pieces
+
+        for unit in units:
+            use_pieces(unit)
+    model = DecoderLoss(lm, units, compute.compile, slim=on_host)
     if args.freeze_router:
         model.routers.requires_grad_(False)
     if on_host:
@@ -148,67 +184,97 @@ def wrap(lm: PreTrainedModel, job) -> DecoderLoss:
     return model
 
 
-def shard(model: DecoderLoss, job, mesh: DeviceMesh) -> None:
+def shard(model: DecoderLoss, args: Args, dtype: torch.dtype, mesh: DeviceMesh, tied: bool) -> None:
     """Shard each unit with FSDP2 over a mesh. Embedding, last norm and head form one unit if tied,
     else two, so that transfers of the head's weight and gradient overlap with blocks' compute. With
     the optimizer on the host, if resharding, the embedding is freed after the forward too."""
-    args, tied = job.args, job.plan.source.config.tie_word_embeddings
-    how = {"mesh": mesh, "mp_policy": precision(job.plan.compute.dtype)}
-    reshard = args.reshard_after_forward
-    shard_units(model, **how, reshard=reshard)
+    policy, reshard = precision(dtype), args.reshard_after_forward
+    shard_units(model, mesh=mesh, mp_policy=policy, reshard=reshard)
     if reshard and args.optimizer_on_host and not tied:  # the backward does not need its weight
-        fully_shard(model.embed_tokens, **how, reshard_after_forward=True)
-        model.embed_tokens.set_unshard_in_backward(False)
+        embedding = model.embed_tokens
+        fully_shard(embedding, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        embedding.set_unshard_in_backward(False)
     for end in (model,) if tied else (model.tail, model):
-        fully_shard(end, **how, reshard_after_forward=False)
+        fully_shard(end, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     sum_not_average(model)
 
 
-def keep_activations(model: DecoderLoss, job, layout: Layout) -> None:
-    """Keep the inputs of units in host memory between forward and backward."""
-    args, world, plan = job.args, job.world, job.plan
-    n = plan.data.train.seq_len // layout.part.count
-    model.on_host = keep_on_host(
-        len(model.units), (args.micro_batch_size, n, plan.source.config.hidden_size),
-        plan.compute.dtype, world, job.log.say,
-        others=host_need(args, model, world) if args.optimizer_on_host else 0,
-    )  # fmt: skip
+def keep_activations(
+    model: DecoderLoss,
+    args: Args,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    world: World,
+    log: Log,
+) -> None:
+    """Keep the inputs of units, of this shape, in host memory between forward and backward."""
+    from fsdp.activations_on_host import keep_on_host
+
+    others = 0
+    if args.optimizer_on_host:
+        from fsdp.host_adamw import host_need
+
+        others = host_need(args, model, world)
+    model.on_host = keep_on_host(len(model.units), shape, dtype, world, log.say, others=others)
 
 
-def tune(model: DecoderLoss, units: list[UnitSum], job, layout: Layout) -> None:
-    """Make FSDP2's transfers fewer and faster. Logs what this PyTorch lacks."""
-    args, compute = job.args, job.plan.compute
-    engines = choose_engines(args.copy_engines, job.world, layout.group, list(model.units), job.log)
+def tune(
+    model: DecoderLoss,
+    units: list,
+    args: Args,
+    compute: Compute,
+    layout: Layout,
+    world: World,
+    timed: Callable,
+    log: Log,
+) -> None:
+    """Make FSDP2's transfers fewer and faster. units: UnitSum of the optimizer on the host. Logs
+    what this PyTorch lacks."""
+    from fsdp.fsdp2 import reduce_traffic
+
     reduce_traffic(
-        model, job.world, layout.group, compute.dtype,
-        accumulates=args.grad_accum_steps > 1 and not sums_each(args), compiles=compute.compile,
-        engines=engines, reshards=args.reshard_after_forward, timed=job.timer.comm.call,
-        units=units, replicas=layout.mesh.size() // layout.n_shards, say=job.log.say,
-    )  # fmt: skip
+        model,
+        world,
+        layout.group,
+        compute.dtype,
+        accumulates=args.grad_accum_steps > 1 and not sums_each(args),
+        compiles=compute.compile,
+        engines=choose_engines(args.copy_engines, world, layout.group, list(model.units), log),
+        reshards=args.reshard_after_forward,
+        timed=timed,
+        units=units,
+        replicas=layout.mesh.size() // layout.n_shards,
+        say=log.say,
+    )
 
 
-def log_sizes(job, layout: Layout, n_params: int, n_trained: int, n_local: int) -> None:
-    """Log the kind of parallelism and the numbers of parameters."""
+def log_sizes(
+    log: Log, layout: Layout, world: World, n_params: int, n_adapters: int | None, n_local: int
+) -> None:
+    """Log the kind of parallelism and the numbers of parameters. n_adapters: of adapters if those
+    are trained; n_local: trained by this rank."""
     sizes = f"{n_params:,} parameters, {n_local:,} here"
-    if job.plan.compute.lora:
-        sizes = f"{n_params:,} frozen parameters, {n_trained:,} trained in adapters, {n_local:,} "
+    if n_adapters is not None:
+        sizes = f"{n_params:,} frozen parameters, {n_adapters:,} trained in adapters, {n_local:,} "
         sizes += "of them here"
     name = "one plain process"
     if layout.sharded:
-        processes = counted(job.world.size, "process", "processes")
-        kind, comma, extras = job.log.settings["parallelism"].partition(",")
+        processes = counted(world.size, "process", "processes")
+        kind, comma, extras = log.settings["parallelism"].partition(",")
         name = f"{kind} on {processes}{comma}{extras}"
-    job.log.say(f"{name}: {sizes}")
+    log.say(f"{name}: {sizes}")
 
 
 def choose_engines(
     asked: bool | None, world: World, group: ProcessGroup, units: list[Blocks], log: Log
 ) -> bool:
     """Whether blocks use copy engines. Logs the reason."""
+    from fsdp.copy_engines import choose_copy_engines
+
     # parts of matrices are transferred by themselves
     cut = {getattr(m, key) for u in units for m in u.modules() for key in getattr(m, "cut", ())}
     largest = max(sum(p.numel() for p in {*unit.parameters()} - cut) for unit in units)
     small = f"no gain for units of {largest / 1e6:.0f}M parameters" if largest < LARGE else ""
-    engines = copy_engines.choose_copy_engines(asked, world, group, log.say, small)
+    engines = choose_copy_engines(asked, world, group, log.say, small)
     log.resolved(copy_engines=engines)
     return engines

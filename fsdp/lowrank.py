@@ -7,6 +7,7 @@ model is sharded, a rank's rows of a matrix are a matrix of their own."""
 
 import zlib
 from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fsdp.sharding import on_grid, shards_of
 from llm_demo.core.mesh import REPLICA, local_part
 from llm_demo.core.optim import ERROR, FACTOR
+from llm_demo.run.plan import Horizon
 
 TOGETHER = 1 << 27  # elements of the matrices of one shape that are multiplied at a time
 BUCKET = 1 << 26  # elements summed over replicas at a time

@@ -1,4 +1,4 @@
-"""Which ranks hold what, FSDP2's settings for exact numbers, and a rank's part of each parameter."""
+"""Which ranks hold what, FSDP2's settings for exact numbers, a rank's part of each parameter."""
 
 import math
 from collections.abc import Callable, Iterator

@@ -27,7 +27,6 @@ from fsdp.by_memory import (
     choose_spread,
     settings_of_copy,
 )
-from fsdp.lowrank import choose_low_rank
 from fsdp.sharding import (
     Layout,
     from_owners,
@@ -86,15 +85,32 @@ class Fsdp:
     def __init__(self, job: Job, layout: Layout):
         args, world, plan, saver = job.args, job.world, job.plan, job.saver
         self.args, self.job, self.layout, self.device = args, job, layout, world.device
-        self.model, self.optimized, compiled = build(job, layout)
+        self.model, self.optimized, compiled = build(
+            args, plan, layout, world, saver, job.log, timed=job.timer.comm.call
+        )
         self.optimizer = self.optimized
         if not args.optimizer_on_host:
-            params = self.optimized.params
-            how = plan.horizon.lr, args.weight_decay, compiled, DTYPES[args.optim_state]
-            self.optimizer = make_adamw(params, *how)
+            self.optimizer = make_adamw(
+                self.optimized.params,
+                lr=plan.horizon.lr,
+                weight_decay=args.weight_decay,
+                compiled=compiled,
+                moments=DTYPES[args.optim_state],
+            )
             self.optimized.follow(self.optimizer)
         self.loss_scale = LossScale(plan.compute.dtype, world.device)
-        self.low_rank = choose_low_rank(job, self.optimized.model_params, layout.grid)
+        self.low_rank = None
+        if args.psgd_rank:
+            from fsdp.lowrank import choose_low_rank
+
+            self.low_rank = choose_low_rank(
+                args.psgd_rank,
+                self.optimized.model_params,
+                grid=layout.grid,
+                horizon=plan.horizon,
+                done=saver.first_step,
+                say=job.log.say,
+            )
         self.aux_loss = None
         fill_adam_state(self.optimizer, saver.facts["adam_steps"] if saver.path else 0)
         if saver.path:
@@ -129,8 +145,8 @@ class Fsdp:
         return total, norm
 
     def score(self, packs, micro: int) -> torch.Tensor:
-        over = self.layout.dp_rank, self.layout.data_parallel
-        return score_rows(self.forward, packs, *over, micro)
+        layout = self.layout
+        return score_rows(self.forward, packs, layout.dp_rank, layout.data_parallel, micro)
 
     def next_tokens(self, batch, index) -> torch.Tensor:
         tokens = self.forward(batch, index)
@@ -140,10 +156,12 @@ class Fsdp:
         return from_owners(tokens, ours, self.model.tail.group)
 
     def more(self) -> dict[str, torch.Tensor]:
-        numbers = {} if self.aux_loss is None else {"moe/aux_loss": self.aux_loss}
-        return numbers | (
-            {"moe/load": self.model.routers.take_load()} if self.model.routers else {}
-        )
+        numbers = {}
+        if self.aux_loss is not None:
+            numbers["moe/aux_loss"] = self.aux_loss
+        if self.model.routers:
+            numbers["moe/load"] = self.model.routers.take_load()
+        return numbers
 
     def state(self) -> dict[str, torch.Tensor]:
         # a frozen base is not in checkpoints

@@ -210,10 +210,10 @@ def train(job, engine, run):
     torch.save({**kept, "params": params()}, f"{case['out']}.{world.rank}.pt")
 
 
-def make_adamw(params, lr, weight_decay, compiled, *moments, make=optim.make_adamw):
+def make_adamw(params, lr, weight_decay, compiled, moments=torch.float32, make=optim.make_adamw):
     """With activation checkpointing the AdamW of a GPU, compiled; on a CPU what would be."""
     compiled = compiled or "--use_activation_checkpointing true" in " ".join(sys.argv)
-    return make(params, lr, weight_decay, compiled, *moments)
+    return make(params, lr, weight_decay, compiled, moments)
 
 
 optim.CompiledAdamW.LARGE = 1 << 15  # so that tiny models have some
@@ -222,12 +222,12 @@ optim.WIDE = 5 << 11
 if not torch.cuda.is_available():
     optim.compile_once = lambda function: function  # C++ takes 20 s to compile
 if KIND == "fsdp":
-    import fsdp.build
+    import fsdp.fsdp2
     import fsdp.host_adamw
     import fsdp.train_fsdp as script
 
     fsdp.host_adamw.SLICE = 3 << 10  # smaller than the largest parameters
-    reduce_traffic = fsdp.build.reduce_traffic
+    reduce_traffic = fsdp.fsdp2.reduce_traffic
 elif KIND == "fsdp_pp":
     import fsdp_pp.train_fsdp_pp as script
 elif KIND == "pp":
@@ -249,7 +249,7 @@ for case in json.load(open(CASES)):
     torch.nn.functional.linear = linear  # ZeRO-3 replaces it
     if KIND == "fsdp":  # "as_it_is": FSDP2's own steps, in cases before any without
         as_it_is = case.get("as_it_is")
-        fsdp.build.reduce_traffic = (lambda *_, **__: None) if as_it_is else reduce_traffic
+        fsdp.fsdp2.reduce_traffic = (lambda *_, **__: None) if as_it_is else reduce_traffic
     sys.argv = [script.__file__, *case["argv"]]
     script.main()
 dist.barrier()

@@ -222,6 +222,7 @@ def test_sums_take_memory_of_the_stream_that_computes(kind, monkeypatch):
     monkeypatch.setattr(torch, "empty", record)
     p = torch.nn.Parameter(torch.ones(4))
     monkeypatch.setattr(sharding, "params_of", lambda unit: [p])
+    monkeypatch.setattr(sharding, "shards_of", lambda t: 2)
     comm = fsdp2.SumInFp32(None, torch.bfloat16, None, compiles=False)
     if kind == "several":
         comm = sharding.SumBesideActivations(None)
@@ -232,6 +233,9 @@ def test_sums_take_memory_of_the_stream_that_computes(kind, monkeypatch):
         p.grad = torch.ones(4)
     # the second is freed in the backward, while the other stream may still read it
     assert allocated == ["compute"] * 3 + ["reduce"]
+    comm.allocate((8,), dtype=torch.float32, device=torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="FSDP2 sums 8 elements into 8, over other ranks"):
+        comm.allocate((8,), dtype=torch.float32, device=torch.device("cpu"))  # no half of it
 
 
 def test_shared_memory_holds_the_longest_transfer(two_ranks, monkeypatch):

@@ -14,6 +14,7 @@ from llm_demo.core.errors import UserError
 from llm_demo.core.four_bits import BLOCK
 from llm_demo.core.four_bits_library import DOUBLE, library
 from llm_demo.core.lora import use_four_bits
+from llm_demo.core.mesh import World
 from llm_demo.machine.cache import build, verified
 from llm_demo.machine.device import dtype_name
 from llm_demo.machine.dist import once_per_node, same_on_all_nodes
@@ -24,25 +25,26 @@ from llm_demo.model.weights_files import fingerprint, weights_in
 FORMAT = 1  # of a cached base; increase it when the same files are stored differently
 
 
-def give_four_bits(lm: nn.Module, job) -> list[str]:
+def give_four_bits(
+    lm: nn.Module, source, compute, seed: int, world: World, saver, say: Callable
+) -> None:
     """core.four_bits.use_four_bits with this run's base, from its files or from the cache, where
-    the first process of each node puts it. Every rank calls. Returns lines for the log. job: a
-    run.Job that is open. Raises UserError."""
-    source, compute, world = job.plan.source, job.plan.compute, job.world
+    the first process of each node puts it. Every rank calls. source, compute, saver: as those of a
+    run.Job. Raises UserError."""
     weights, where = source.weights, "the files"
     if not (weights and weights.packed):
         folder = cached_base(source, compute.lora.base)
-        make = functools.partial(quantise, source, job.args.seed, world.device)
-        sums = once_per_node(world, functools.partial(find_or_build, folder, make, job.log.say))
+        make = functools.partial(quantise, source, seed, world.device)
+        sums = once_per_node(world, functools.partial(find_or_build, folder, make, say))
         same_on_all_nodes(world, {"the base in 4 bits": sums})
-        note_values(job.saver, hash_of(sorted(sums.items()))[:16], folder)
+        note_values(saver, hash_of(sorted(sums.items()))[:16], folder)
         weights, where = weights_in(sorted(folder.glob("*.safetensors"))), folder
     done, left = layer_kinds(*use_four_bits(lm, compute.dtype, weights.read_packed, weights.packed))
     if not done:
         raise UserError("--base_bits 4: rows of no layer are a multiple of 64 wide")
     rest = ", ".join([*left, "embedding", "head", "norms"])
     dtype = dtype_name(compute.dtype)
-    return [f"base: 4 bits (NF4) from {where}: {', '.join(done)}; in {dtype}: {rest}"]
+    say(f"base: 4 bits (NF4) from {where}: {', '.join(done)}; in {dtype}: {rest}")
 
 
 def note_values(saver, values: str, folder: Path) -> None:
