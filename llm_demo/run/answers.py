@@ -23,16 +23,20 @@ def show_answers(plan: Plan, micro_batch_size: int, next_tokens: Callable, log: 
     pairs = prompts_of(data.heldout or data.train, 3, seq_len - min(tokens, seq_len // 2))
     shape, stop = (micro_batch_size, seq_len), set(stop_tokens(tokenizer))
     prompts = [prompt for prompt, _ in pairs]
-    answers = generate(next_tokens, prompts, shape, data.max_docs, tokens, stop)
+    answers = generate(
+        next_tokens, prompts, shape, max_docs=data.max_docs, tokens=tokens, stop=stop
+    )
     if pairs:
         log.say(f"\n{'held-out' if data.heldout else 'training'} documents:")
     question = question_reader(tokenizer)
     for (prompt, expected), answer in zip(pairs, answers, strict=True):
-        text = [tokenizer.decode(t, skip_special_tokens=True) for t in (answer, expected)]
-        text = [question(prompt), *text]
-        log.say(
-            "\nprompt   {}\nanswer   {}\nexpected {}".format(*(" ".join(t.split()) for t in text))
-        )
+        shown = {
+            "prompt": question(prompt),
+            "answer": tokenizer.decode(answer, skip_special_tokens=True),
+            "expected": tokenizer.decode(expected, skip_special_tokens=True),
+        }
+        lines = [f"{name:<9}{' '.join(text.split())}" for name, text in shown.items()]
+        log.say("\n" + "\n".join(lines))
 
 
 def generate(
@@ -56,7 +60,7 @@ def generate(
         for _ in range(tokens):
             if not growing:
                 break
-            batch = _batch(rows, S, max_docs, B)
+            batch = _batch(rows, seq_len=S, max_docs=max_docs, count=B)
             index = torch.tensor([i * S + len(r) - 1 for i, r in enumerate(rows)])
             for i, token in enumerate(ask(batch, index).tolist()):
                 if token in stop or len(rows[i]) == S:

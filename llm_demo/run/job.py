@@ -62,55 +62,82 @@ class Job:
     def open(self, copies: bool = False) -> bool:
         """Find the checkpoint to resume. Returns whether steps are left to train; if not, does what
         the run may have been killed before. copies: see Saver."""
-        args, world, log, plan = self.args, self.world, self.log, self.plan
-        lora, source, steps = plan.compute.lora, plan.source, plan.horizon.max_steps
-        self.saver = saver = Saver(
-            args,
-            world,
-            log,
-            plan.identity,
-            copies=copies,
-            adapters=lora.facts() if lora else None,
-            model=configuration_of(source.config),
-            describe=functools.partial(
-                describe_model, source.folder, source.tokenizer, log.folder / "model", source.config
-            ),
-        )
-        self.timer = StepTimer(world, args.comm_timer)
+        self._resume(copies)
+        if self._steps_left():
+            return True
+        saver, steps = self.saver, self.plan.horizon.max_steps
         first = saver.first_step
-        self.records = Records(args, world, log, first, steps, plan.compute.dtype)
-        if saver.path:
-            self.records.history.resume(saver.facts)
-        log.resolved(resumed_step=first)
-        if first == 0:
-            log.resolved(random_weights=source.weights is None)
-        over = ends_early(args, self.records.history.evals)
-        if first < steps and not over:
-            return True
-        summary = log.folder / "summary.json"
-        # stopped during the last evaluation
-        late = saver.continues and plan.data.heldout and saver.facts.get("unevaluated")
-        if first == steps and late and not summary.exists():
-            return True
         if first > steps:
-            log.say(
+            self.log.say(
                 f"nothing to train: {saver.path} is of step {first}, beyond the run's "
                 f"{counted(steps, 'step')}; to train on, set --max_steps above {first}"
             )
             return False
         why = "is of the last step" if first == steps else "has stopped early (--early_stopping)"
-        log.say(f"nothing left to train: {saver.path} {why}")
-        if saver.continues and not args.dry_run:
-            best = log.decided(best_of(args, self.records.history.evals, saver.path))
-            ended = summary.exists()
-            if not ended or not from_rank0(world, lambda: is_described(log.folder)):
-                self.records.open()
-            if args.save:
-                from_rank0(world, saver.describe)  # someone may have deleted model/
-            export_last(self, best)
-            if not ended:
-                finish(self, best)
+        self.log.say(f"nothing left to train: {saver.path} {why}")
+        if saver.continues and not self.args.dry_run:
+            self._end_again()
         return False
+
+    def _resume(self, copies: bool) -> None:
+        """Make timer, records and saver, which begin after the checkpoint, if there is one."""
+        args, world, log, plan = self.args, self.world, self.log, self.plan
+        lora, source = plan.compute.lora, plan.source
+        describe = functools.partial(
+            describe_model,
+            source.folder,
+            source.tokenizer,
+            folder=log.folder / "model",
+            config=source.config,
+        )
+        self.saver = Saver(
+            args,
+            world,
+            log,
+            identity=plan.identity,
+            copies=copies,
+            adapters=lora.facts() if lora else None,
+            model=configuration_of(source.config),
+            describe=describe,
+        )
+        first = self.saver.first_step
+        self.timer = StepTimer(world, args.comm_timer)
+        self.records = Records(
+            args,
+            world,
+            log,
+            first_step=first,
+            max_steps=plan.horizon.max_steps,
+            dtype=plan.compute.dtype,
+        )
+        if self.saver.path:
+            self.records.history.resume(self.saver.facts)
+        log.resolved(resumed_step=first)
+        if first == 0:
+            log.resolved(random_weights=source.weights is None)
+
+    def _steps_left(self) -> bool:
+        """Whether the run has a step left, or only its last evaluation."""
+        saver, steps = self.saver, self.plan.horizon.max_steps
+        if saver.first_step < steps:
+            return not ends_early(self.args, self.records.history.evals)
+        # stopped during the last evaluation
+        late = saver.continues and self.plan.data.heldout and saver.facts.get("unevaluated")
+        ended = (self.log.folder / "summary.json").exists()
+        return bool(saver.first_step == steps and late and not ended)
+
+    def _end_again(self) -> None:
+        """Write what a run that was killed after its last step has not written."""
+        saver, log = self.saver, self.log
+        best = log.decided(best_of(self.args, self.records.history.evals, saver.path))
+        ended = (log.folder / "summary.json").exists()
+        if not ended or not from_rank0(self.world, lambda: is_described(log.folder)):
+            self.records.open()
+        if self.args.save:
+            from_rank0(self.world, saver.describe)  # someone may have deleted model/
+        export_last(self, best)
+        if not ended:
+            finish(self, best)
 
 
 def configuration_of(config) -> dict:
@@ -141,7 +168,7 @@ def run(job: Job, engine) -> None:
     newest = job.saver.folder / f"step_{history.step:08d}"
     best = log.decided(best_of(args, history.evals, newest))
     export_last(job, best)
-    show_answers(job.plan, args.micro_batch_size, engine.next_tokens, log)
+    show_answers(job.plan, args.micro_batch_size, next_tokens=engine.next_tokens, log=log)
     finish(job, best)
 
 
@@ -218,7 +245,14 @@ def finish(job: Job, best: Path) -> None:
         log.say("no summary.json: metrics.jsonl holds no step of this run any more")
         log.close()
         return
-    summary = summarise(history, log.settings, seconds, job.records.peak, profile, host)
+    summary = summarise(
+        history,
+        log.settings,
+        seconds,
+        peak_tflops=job.records.peak,
+        profile=profile,
+        host=host,
+    )
     with log.writing():
         write_json(log.folder / "summary.json", finite(summary), indent=2)
     log.say(f"\n| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")

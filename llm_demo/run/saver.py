@@ -67,7 +67,7 @@ class Saver:
         if args.save and world.local_size < world.size:
             self._require_shared_folder()
         started = time.perf_counter()
-        self.path = checkpoint_files.find_checkpoint(args.resume, log.folder, world, log.say)
+        self.path = checkpoint_files.find_checkpoint(args.resume, log.folder, world, say=log.say)
         # the checkpoint is of this run's folder, not of another run
         self.continues = self.path is not None and self.path.parent == self.folder
         self.seconds = time.perf_counter() - started
@@ -152,7 +152,7 @@ class Saver:
     def load(self, tensors: dict) -> None:
         """Fill tensors from the checkpoint that --resume found."""
         started = time.perf_counter()
-        checkpoint_files.load(self.path, tensors, self.world, self.group, self.log.say)
+        checkpoint_files.load(self.path, tensors, self.world, group=self.group, say=self.log.say)
         load_rng(self.path, self.world)
         seconds = self.seconds + time.perf_counter() - started
         self.log.say(
