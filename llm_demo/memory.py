@@ -354,6 +354,7 @@ def fsdp_moments(
         weights = at_end = stored + gathered(sizes, s, part) * size
         # the embedding's gradient, as it is sent and received
         gradients = sums + embedding * 4 * (1 + 1 / s.ranks)
+        at_block = 4 * (shard + unit)
         if sums_each or not between:
             sums = 4 * shard * between
             at_end = stored + (embedding + unit) * size
@@ -363,13 +364,15 @@ def fsdp_moments(
             gradients = 4 * shard + embedding * sent
     else:
         weights = at_end = part.whole * (size if s.optimizer_on_host else s.with_master)
-        # a micro-batch's of a piece exist until they are added
-        pieces = max(1, len(s.counts) // s.stages)
-        gradients = sums + part.whole / pieces * size
-        if s.optimizer_on_host:  # a unit's
+        if s.optimizer_on_host:  # a unit's exist until they are added
             gradients = sums + max(unit, embedding) * size
-        elif not between:  # a unit's are copied
+        elif between:  # a micro-batch's of a piece do
+            pieces = max(1, len(s.counts) // s.stages)
+            gradients = sums + (part.whole / pieces * size if size < 4 else 0)
+        else:  # a unit's are copied
+            gradients = part.whole * (size if s.with_master == 4 else 4)
             gradients += max(unit, part.ends) * size
+        at_block = gradients
     optimizer = shard * MOMENT_BYTES[s.optim_state]
     if s.optimizer_on_host:
         optimizer = STREAMED * state_bytes(s)
@@ -379,10 +382,10 @@ def fsdp_moments(
         Moment(weights, optimizer, sums, activations, loss),
         Moment(at_end, optimizer, gradients),
     ]
-    if s.sharded and s.use_activation_checkpointing and s.engine == "fsdp":
-        # the first block's, when all gradients are there
+    if s.use_activation_checkpointing and s.engine == "fsdp":
+        # the first block's, when all others have gradients
         again = s.tokens * passing_bytes(sizes.blocks[0], sizes, s)
-        found.append(Moment(at_end, optimizer, 4 * (shard + unit), again))
+        found.append(Moment(at_end, optimizer, at_block, again))
     return found
 
 
@@ -439,9 +442,12 @@ def deepspeed_moments(
         if size == 4:  # the step copies them; sums are kept beside a micro-batch's
             gradients += 4 * (whole + shard)
             sums += 4 * whole * (s.grad_accum_steps > 1)
-    if stage > 1:  # buckets, and the embedding's gradient: fitted to measured rows
-        gradients = sums + bucket * (4 + 2 * size) + embedding * (10 + size)
-        sums += bucket * (4 + size)
+    if stage > 1:  # a bucket, and the embedding's gradient, in the compute dtype and in fp32
+        gradients = sums + (bucket + embedding) * (4 + size)
+        sums += bucket * size
+    if stage == 3:  # more buffers: fitted to measured rows
+        sums += bucket * 4
+        gradients += bucket * size + embedding * 6
     still = 0
     if s.engine == "zero" and not sizes.tied:  # its head is reduced before any block's backward
         still = activations

@@ -276,6 +276,8 @@ STAGES = {"engine": "fsdp_pp", "stages": 4, "schedule": "interleaved", "counts":
                               grad_accum_steps=4, **STAGES)),
     ("qwen3.5-4b-like", 486.7, dict(engine="pp", ranks=1, stages=2, counts=(19, 13),
                                     activation_memory_budget=0.6, micro_batch_size=64)),
+    ("qwen3-8b", 146.5, dict(CKPT, ranks=1, sharded=False, micro_batch_size=8, dtype="fp32",
+                             compile=False)),
 ])  # fmt: skip
 def test_settings_that_were_not_measured(model, gib, given):
     """As counted once, with each block's saved tensors: what experts exchange, what stages send and
