@@ -191,7 +191,7 @@ def run(
 ) -> None:
     """Call main(). End with one line for bad input, with a traceback for a bug, never with a hang.
 
-    parse() returns the flags again, to locate a full disk; advice(flags): help for a full GPU."""
+    parse() returns the flags again for advice(flags), the help for a full GPU."""
     code = 0
     gc.freeze()  # no collection goes through what is imported, and the process ends faster
     process.outlive_terminal()
@@ -256,8 +256,7 @@ def verdict(
         return 1, f"rank {rank} can't meet the other ranks: {str(error).splitlines()[0]}", False
     if "Too many open files" in str(error):
         return 1, f"rank {rank}: Too many open files: raise the limit of ulimit -n", False
-    flags = parse_again(parse)
-    if reason := disk_full(error, output_dir=flags and flags.output_dir):
+    if reason := disk_full(error):
         return 1, f"rank {rank}: {reason}", False
     if reason := process.fault_of_environment(error):
         return 2, reason, rank != "0"

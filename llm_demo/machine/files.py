@@ -6,8 +6,6 @@ import json
 import math
 import os
 import re
-import resource
-import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -31,43 +29,29 @@ def let_read(folder: Path) -> None:
         file.chmod(0o666 & ~umask)
 
 
-def disk_full(
-    error: BaseException | None, folder: Path | str | None = None, output_dir: str | None = None
-) -> str | None:
-    """Return "No space left on device: FOLDER" if the cause of `error` is a full disk, a quota or
-    the limit of `ulimit -f`; else None.
-
-    folder: where the write went, if known; otherwise output_dir is one of the candidates."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    unlimited = limit == resource.RLIM_INFINITY
+def disk_full(error: BaseException | None, folder: Path | str | None = None) -> str | None:
+    """The cause of `error` in one line, with the file or folder if known, if that is a full disk, a
+    quota or the limit of `ulimit -f`; else None. folder: where the write went."""
     while error:
-        number = getattr(error, "errno", None)
-        if rust := re.search(r"\(os error (\d+)\)", str(error)):  # a library in Rust
-            number = int(rust[1])
-        elif SILENT.search(str(error)):
-            number = errno.ENOSPC if unlimited or _nearly_full(folder) else errno.EFBIG
-        if number in FULL:
-            break
+        reason = _not_written(error)
+        if reason:
+            place = getattr(error, "filename", None) or folder
+            return f"{reason}: {place}" if place else reason
         error = error.__cause__ or error.__context__
-    else:
-        return None
-    reason = os.strerror(number)
-    if number == errno.EFBIG and not unlimited:
-        reason += f" (ulimit -f allows {limit / 1e6:,.1f} MB)"
-    hub = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
-    places = (output_dir, cache_folder(), hub, "/tmp", "/dev/shm")
-    full = next(filter(_nearly_full, places), "--output_dir or the cache")
-    return f"{reason}: {getattr(error, 'filename', None) or folder or full}"
+    return None
 
 
-def _nearly_full(folder: Path | str | None) -> bool:
-    """Whether this folder's disk is nearly full."""
-    try:
-        path = Path(folder).absolute()
-        existing = next(p for p in (path, *path.parents) if p.exists())
-        return shutil.disk_usage(existing).free < 1 << 20
-    except (TypeError, OSError):
-        return False
+def _not_written(error: BaseException) -> str | None:
+    """Why a file could not be written whole, by the system or by a library that does not say."""
+    number = getattr(error, "errno", None)
+    rust = re.search(r"\(os error (\d+)\)", str(error))  # a library in Rust
+    if rust:
+        number = int(rust[1])
+    if number in FULL:
+        return os.strerror(number)
+    if SILENT.search(str(error)):
+        return "a file could not be written whole: its disk is full, or ulimit -f is too low"
+    return None
 
 
 def cache_folder() -> str:
