@@ -109,7 +109,7 @@ class Peak(NamedTuple):
 
 
 def settings_of(engine: str, args, compute, train, ranks: int, **layout) -> Settings:
-    """Of a run. args: its flags; compute: a run.choices.Compute; train: rows, as data.Packs;
+    """Of a run. args: its flags; compute: a run.choices.Compute; train: the training Rows;
     layout: other fields of Settings."""
     given = {}
     for field in dataclasses.fields(Settings):

@@ -9,13 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import refused, run
-from tiny_tokenizer import first, golden, make_tokenizer, packs_of, skipped, write
+from tiny_tokenizer import data_of_a_run, first, golden, make_tokenizer, packs_of, skipped, write
 
 from llm_demo.core.errors import UserError
 from llm_demo.data import bad_rows
 from llm_demo.data.check import check_rows
 from llm_demo.flags.args import DataArgs
-from llm_demo.run.plan import load_data
 
 GOOD = {"prompt": "hi", "completion": "yo"}
 YO = "<S>user\nhi<E>\n<S>assistant\n⟦yo<E>⟧\n"
@@ -163,13 +162,11 @@ def test_what_is_learnt_is_never_skipped_over(tmp_path):
 
 def test_held_out_rows_are_never_skipped(tmp_path, monkeypatch):
     monkeypatch.setenv("LLM_DEMO_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("llm_demo.run.plan.once_per_node", lambda world, build: build())
     train = write(tmp_path / "x.jsonl", GOOD, "{\n", GOOD, GOOD)
     held = write(tmp_path / "x.heldout.jsonl", GOOD, "{\n", "{\n")
 
     def load_both(**flags):
-        flags = DataArgs(train_json=train, skip_bad_rows=True, seq_len=64, **flags)
-        return load_data(flags, None, make_tokenizer(), lambda line: None)[:2]
+        return data_of_a_run(train_json=train, skip_bad_rows=True, seq_len=64, **flags)
 
     with refused(rf"^2 bad rows: {held}:2: broken JSON: [^;]*; {held}:3: broken JSON: [^;]*$"):
         load_both()

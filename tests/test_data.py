@@ -25,7 +25,7 @@ from llm_demo.data.sources import heldout_beside
 from llm_demo.machine import cache
 from llm_demo.machine.text import counted
 from llm_demo.run.cut import describe_split
-from llm_demo.run.plan import decide_horizon, usual_lr
+from llm_demo.run.plan import choose_horizon, usual_lr
 
 SHARED = Path(__file__).parents[2] / "shared"
 TEXTS = ["a" * (i % 13) + f"{i:03d}" for i in range(200)]  # documents of 4 to 16 tokens with eos
@@ -147,7 +147,7 @@ def test_one_of_a_thing_is_said_in_the_singular(tmp_path):
         micro_batch_size=1, grad_accum_steps=1, max_steps=1, num_epochs=1.0, lr=0, warmup_steps=1,
         lr_scheduler="cosine", seed=1, pack_sequences=True,
     )  # fmt: skip
-    said += decide_horizon(args, 1, packs, usual_lr(True, None), {})[1]
+    said += choose_horizon(args, 1, packs, None, usual_lr(True, None), {})[1]
     said.append(describe_split([1, 1], [0, 1], Qwen3Config(num_hidden_layers=2), 1, 128, False))
     for part in (
         "batch: 1 row x 1 accumulated x 1 data-parallel = 1 row = 128 token slots",

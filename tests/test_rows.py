@@ -13,6 +13,7 @@ from conftest import refused
 from test_labels import QWEN3
 from tiny_tokenizer import (
     CHATML,
+    data_of_a_run,
     first,
     golden,
     make_tokenizer,
@@ -27,9 +28,7 @@ from llm_demo.data import labels, sources
 from llm_demo.data import turns as reasons
 from llm_demo.data.build import choose_seq_len
 from llm_demo.data.sources import find_files, heldout_beside, read_rows
-from llm_demo.flags.args import DataArgs
 from llm_demo.model.source import load_tokenizer
-from llm_demo.run.plan import load_data
 
 PAIR = {"prompt": "hi", "completion": "yo"}
 YO = "<S>user\nhi<E>\n<S>assistant\n⟦yo<E>⟧\n"
@@ -531,7 +530,6 @@ def test_no_script_of_a_dataset_is_run(tmp_path, hub, monkeypatch):
 
 def test_a_dataset_of_the_hub(tmp_path, hub, monkeypatch):
     monkeypatch.setenv("LLM_DEMO_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("llm_demo.run.plan.once_per_node", lambda world, build: build())
     keys = {
         "input_key": "question",
         "target_key": "answer",
@@ -539,7 +537,7 @@ def test_a_dataset_of_the_hub(tmp_path, hub, monkeypatch):
     }
 
     def load_both(said, **flags):
-        return load_data(DataArgs(**keys | flags), None, make_tokenizer(), said.append)[:2]
+        return data_of_a_run(said, **keys | flags)
 
     said = []
     train, heldout = load_both(said, eval_json="openai/gsm8k:main:test")
@@ -557,18 +555,16 @@ def test_a_dataset_of_the_hub(tmp_path, hub, monkeypatch):
         ({"train_json": "openai/gsm8k:other:train"}, "openai/gsm8k:other:train: .*other"),
     ):
         with refused(message):
-            load_data(DataArgs(**(keys | flags)), None, make_tokenizer(), print)
+            load_both([], **flags)
     (tmp_path / "openai").mkdir()  # then it is a path, possibly a mistyped one
     with pytest.raises(UserError, match="no such data file: openai/gsm8k"):
         load_both([], train_json="openai/gsm8k")
 
 
-def test_a_file_that_is_trained_and_evaluated_on_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("llm_demo.run.plan.once_per_node", lambda world, build: build())
+def test_a_file_that_is_trained_and_evaluated_on_is_named(tmp_path):
     path, said = write(tmp_path / "x.jsonl", PAIR), []
     for same in (path, f"{tmp_path}/./x.jsonl", shutil.copy(path, tmp_path / "copy.txt")):
-        args = DataArgs(train_json=f"{tmp_path}/*.jsonl", eval_json=str(same))
-        load_data(args, None, make_tokenizer(), said.append)
+        data_of_a_run(said, train_json=f"{tmp_path}/*.jsonl", eval_json=str(same))
         line = (
             f"warning: {same} is held out and also in the training data: its held-out loss and "
             "exact answers are those of rows that are learnt"
@@ -599,8 +595,8 @@ def test_chat_template_is_set_and_kept(tmp_path):
     (tmp_path / "raises.jinja").write_text(raises)  # its rows will show what it takes
     assert load_tokenizer(str(tmp_path / "model"), str(tmp_path / "raises.jinja"))
     for content, message in (
-        ("{% for m in messages %}\n{{ m.role ", r"bad.jinja: unexpected end"),
-        ("{{ messages | upside_down }}", r"bad.jinja: No filter named 'upside_down'"),
+        ("{% for m in messages %}\n{{ m.role ", "bad.jinja: line 2: unexpected end"),
+        ("{{ messages | upside_down }}", "bad.jinja: line 1: No filter named 'upside_down'"),
         ("hello", "never uses messages"),
         (b"\xff messages", "codec can't decode"),
         (None, "No such file"),
@@ -643,12 +639,10 @@ def test_seq_len_holds_99_percent(tmp_path):
     assert load(path, seq_len=0, limit=64).seq_len == 64
 
 
-def test_seq_len_of_a_plan(tmp_path, monkeypatch):
-    monkeypatch.setattr("llm_demo.run.plan.once_per_node", lambda world, build: build())
+def test_seq_len_of_a_plan(tmp_path):
     write(tmp_path / "x.heldout.jsonl", {"text": "b" * 300})
     path, said = write(tmp_path / "x.jsonl", *[{"text": "a" * 140}] * 9), []
-    args = DataArgs(train_json=path)
-    train, heldout, _ = load_data(args, None, make_tokenizer(), said.append, 2048)
+    train, heldout = data_of_a_run(said, train_json=path)
     assert train.seq_len == heldout.seq_len == 256
     why = "99% of 9 documents have at most 141 tokens, rounded up to a multiple of 128"
     assert f"seq_len: 256 ({why})" in said

@@ -430,7 +430,7 @@ def model(tmp_path):
 
 
 def train_on(model):
-    find_source(args_with(model_name_or_path=str(model)), WORLD, 8, print)
+    find_source(args_with(model_name_or_path=str(model)), WORLD, 8)
 
 
 def a_row(folder):

@@ -7,11 +7,17 @@ import os
 import re
 from unittest import mock
 
+import torch
+from conftest import args_with
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen3Config
 
+from llm_demo.core.mesh import World
 from llm_demo.data.packs import load_rows
 from llm_demo.flags.args import DataArgs
+from llm_demo.model.model_folder import Source
+from llm_demo.run.inputs import sources_of
+from llm_demo.run.plan import Model, read_data
 
 SPECIAL = {"<B>": 257, "<S>": 258, "<E>": 259, "<P>": 260}  # bos, start of turn, end of turn, pad
 TWO_NEWLINES = 256
@@ -72,6 +78,17 @@ def packs_of(path, tokenizer, *, pack=True, limit=4096, cache_dir=None, log=prin
     for line in lines:
         log(line)
     return rows
+
+
+def data_of_a_run(said=None, **flags):
+    """(training rows, held-out rows or None) of a run with these flags and this tokenizer."""
+    args = args_with(**flags)
+    source = Source(None, Qwen3Config(), None, make_tokenizer())
+    model = Model(source, lora=None, seq_len=args.seq_len, date=None)
+    data, lines = read_data(args, World(0, 1, 0, torch.device("cpu")), model, sources_of(args))
+    if said is not None:
+        said += lines
+    return data
 
 
 def write(path, *rows):

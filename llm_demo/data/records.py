@@ -132,7 +132,7 @@ def open_rows(
     there is no good row to tell the format, after so many bad rows that `bad` is full, and for a
     file with nothing but bad rows.
 
-    rows: of read_rows, with keep_bad; place: what stands before their numbers; flags: a DataArgs;
+    rows: of read_rows; place: what stands before their numbers; flags: a DataArgs;
     template: as in `to_record`."""
     row_format, begin = _detect(rows, place, flags)
     rows = itertools.chain(begin, rows)

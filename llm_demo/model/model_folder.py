@@ -52,10 +52,12 @@ class Source(NamedTuple):
     tokenizer: object
 
 
-def find_source(args: Args, world: World, seq_len: int, say: Callable) -> Source:
-    """The model's folder (downloaded if necessary), configuration, weights and tokenizer."""
+def find_source(args: Args, world: World, seq_len: int) -> tuple[Source, list[str]]:
+    """(the model's folder, downloaded if necessary, its configuration, weights and tokenizer;
+    lines for the log)."""
+    lines = []
     folder = once_per_node(world, functools.partial(find_model, args.model_name_or_path))
-    config, weights = open_model(folder, seq_len, say)
+    config, weights = open_model(folder, seq_len, lines.append)
     if not weights:
         origin = f"no weights in {folder}: random ones, seed {args.seed}"
     elif weights.scales:
@@ -65,9 +67,9 @@ def find_source(args: Args, world: World, seq_len: int, say: Callable) -> Source
     total, active = parameters_of(config), active_of(config)
     size = f"{short(total)} parameters, {short(active)} active, " if active < total else ""
     blocks = counted(config.num_hidden_layers, "block")
-    say(f"model: {config.model_type}, {blocks}, {size}{origin}")
+    lines.append(f"model: {config.model_type}, {blocks}, {size}{origin}")
     if weights and weights.ignored:
-        say(
+        lines.append(
             f"weights: not used: {listed(weights.ignored)} (a vision tower, layers of multi-token "
             "prediction, rotary frequencies, what the index does not name)"
         )
@@ -75,18 +77,17 @@ def find_source(args: Args, world: World, seq_len: int, say: Callable) -> Source
     if limit and seq_len > limit:
         config = copy.deepcopy(config)
         config.max_position_embeddings = seq_len
-        say(f"positions: up to {seq_len} instead of {limit}, since the weights are random")
+        lines.append(f"positions: up to {seq_len} instead of {limit}, since the weights are random")
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or str(folder), args.chat_template)
-    for line in set_variables(tokenizer, args.chat_template_kwargs, args.learn_reasoning):
-        say(line)
+    lines += set_variables(tokenizer, args.chat_template_kwargs, args.learn_reasoning)
     if len(tokenizer) > config.vocab_size:
         raise UserError(
             f"the tokenizer has {len(tokenizer)} tokens, more than the model's {config.vocab_size}"
         )
     if args.save:
         for line in from_rank0(world, lambda: try_describe(folder, tokenizer, config)):
-            say(f"export: {line}")
-    return Source(folder, config, weights, tokenizer)
+            lines.append(f"export: {line}")
+    return Source(folder, config, weights, tokenizer), lines
 
 
 def listed(names: list[str], most: int = 3) -> str:

@@ -333,6 +333,13 @@ def decide_four_bits(args: Args, source, world: World) -> None:
 # ---------------------------------------------------------------- all of them
 
 
+def refuse_for_model(args: Args, source, world: World) -> None:
+    """Raise UserError on every rank for flags that don't work with a model. source: a Source."""
+    share_of_heads(heads_of(source.config), args.sequence_parallel)  # refuses what does not divide
+    refuse_flags(args, source.config)
+    decide_four_bits(args, source, world)
+
+
 def decide_compute(
     args: Args, device: Device, dtype: torch.dtype, config, packs: list
 ) -> tuple[Compute, list[str]]:

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from llm_demo.core.errors import UserError
 from llm_demo.data.sources import find_files, heldout_beside, weighted
@@ -30,13 +31,22 @@ def refuse_used(out: Path) -> None:
     refuse_inside_checkpoints(out)
 
 
-def heldout_file(args) -> str:
-    """The held-out file, or "none"."""
+class Sources(NamedTuple):
+    """The data that flags name."""
+
+    train: str  # without weights
+    weights: list[float] | None  # of each file of `train`
+    heldout: str  # or "none"
+
+
+def sources_of(args) -> Sources:
+    train, weights = weighted(args.train_json)
+    heldout = args.eval_json
     if args.eval_fraction:
-        return "none"
-    if args.eval_json == "auto":
-        return heldout_beside(weighted(args.train_json)[0]) or "none"
-    return args.eval_json
+        heldout = "none"
+    elif heldout == "auto":
+        heldout = heldout_beside(train) or "none"
+    return Sources(train, weights, heldout)
 
 
 def look(args, first_node: bool = True) -> None:
@@ -53,12 +63,11 @@ def look(args, first_node: bool = True) -> None:
         find_here(tokenizer)
     refuse_absent("--chat_template", args.chat_template)
     refuse_absent("--deepspeed_config", args.deepspeed_config)
-    train_json, _ = weighted(args.train_json)
-    eval_json = heldout_file(args)
-    train, _ = find_files(train_json, split="train")
+    sources = sources_of(args)
+    train, _ = find_files(sources.train, split="train")
     heldout = []
-    if eval_json != "none":
-        heldout, _ = find_files(eval_json)
+    if sources.heldout != "none":
+        heldout, _ = find_files(sources.heldout)
     from llm_demo.data.check import check_rows  # imports numpy: after what needs none
 
     check_rows(train, args)
