@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llm_demo.core.errors import UserError
 from llm_demo.core.long_documents import LONG, attend_documents
-from llm_demo.core.rows import WHOLE, document_of, to_device
+from llm_demo.core.rows import WHOLE_ROWS, document_of, to_device
 
 BUCKET = 64  # documents are padded to a multiple of this; 128 was slower on an H200
 
@@ -312,7 +312,7 @@ class LongRope(nn.Module):
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         super().__init__()
-        self.part = WHOLE  # of each row, that this rank holds
+        self.part = WHOLE_ROWS  # of each row, that this rank holds
         self.short_up_to = config.rope_parameters["original_max_position_embeddings"]
         frequencies = ROPE_INIT_FUNCTIONS["longrope"]
         for name, length in (("short", self.short_up_to), ("long", self.short_up_to + 1)):

@@ -39,7 +39,7 @@ class Slice(NamedTuple):
         return here, (row * own + slot % own)[here]
 
 
-WHOLE = Slice()
+WHOLE_ROWS = Slice()
 
 
 @dataclass(frozen=True, eq=False)
@@ -294,7 +294,7 @@ def label_positions(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return index, labels.flatten()[index]
 
 
-def real_tokens(batch: Batch, part: Slice = WHOLE) -> torch.Tensor:
+def real_tokens(batch: Batch, part: Slice = WHOLE_ROWS) -> torch.Tensor:
     """Which slots of a slice are not padding: bool [B * S / part.count]."""
     slots = torch.arange(batch.input_ids.shape[1], device=batch.n_tokens.device)
     return part.of_rows(slots < batch.n_tokens[:, None]).flatten()

@@ -45,18 +45,18 @@ class BadRows:
             text = f"{self.count:,} bad rows"
             text = f"at least {text}" if self.full else text
             text += f", the first {NAMED}: " if self.count > NAMED else ": "
-            text += "; ".join(_cut(each, 200) for each in self.first)
+            text += "; ".join(_shortened(each, 200) for each in self.first)
         cure = "; --skip_bad_rows skips bad rows" if self.may_skip and self.good else ""
         return UserError(f"{about}{text}{cure}")
 
 
-def reason_of(error: str) -> Bad:
+def short_reason(error: str) -> Bad:
     """What is wrong with a bad row, without what differs between rows, and without hints."""
-    text = re.sub(OF_ONE_ROW, "", _cut(error, 100))
+    text = re.sub(OF_ONE_ROW, "", _shortened(error, 100))
     return Bad(re.sub(r"\[\d+\]", "[…]", f"bad row: {text}"))
 
 
-def _cut(text: str, most: int) -> str:
+def _shortened(text: str, most: int) -> str:
     """The text of an error without its hints, not all of a long one."""
     text = text.partition("; ")[0]
     return text if len(text) <= most else f"{text[:most]} …"

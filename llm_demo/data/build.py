@@ -148,7 +148,7 @@ def write_documents(folder: str, files: list[str], codec: Codec, flags, limit: i
     if not seq_len and len(lengths):
         seq_len, stats.seq_len_why = choose_seq_len(lengths, limit)
     if lengths.max(initial=0) > seq_len:
-        pieces = _cut(_open_flat(folder), documents, seq_len, flags.overlong, stats)
+        pieces = _in_pieces(_open_flat(folder), documents, seq_len, flags.overlong, stats)
         documents = _to_flat(folder, pieces)
     if not documents.size:
         n = sum(file.rows for file in stats.files)
@@ -245,7 +245,7 @@ def _tokenise(
                 for n, _, why in chunk:
                     if isinstance(why, Bad):
                         known = why in stats.skipped or len(stats.skipped) < REASONS
-                        _count(stats.skipped, why if known else OTHER_REASONS, number, n)
+                        _count_left_out(stats.skipped, why if known else OTHER_REASONS, number, n)
                 if bad.count:
                     continue  # only the other bad rows matter
                 chunk = [part for part in chunk if not isinstance(part[2], Bad)]
@@ -253,11 +253,11 @@ def _tokenise(
                 for (n, row, record), (sample, reasons) in zip(chunk, encoded, strict=True):
                     _count_keys(file, row, row_format, codec.template)
                     if isinstance(sample, str):
-                        _count(stats.skipped, sample, number, n)
+                        _count_left_out(stats.skipped, sample, number, n)
                         continue
                     for reason, turns in (+reasons).items():
                         kind = stats.remarks if reason in REMARKS else stats.turns
-                        _count(kind, reason, number, n, turns)
+                        _count_left_out(kind, reason, number, n, turns)
                     system = _system_of(record)
                     if system not in stats.systems and len(stats.systems) < 2:
                         stats.systems.append(system)
@@ -272,7 +272,9 @@ def _system_of(record: Record) -> str:
     return first["content"] if first["role"] == "system" else ""
 
 
-def _count(left_out: dict[str, LeftOut], reason: str, file: int, row: int, turns: int = 0) -> None:
+def _count_left_out(
+    left_out: dict[str, LeftOut], reason: str, file: int, row: int, turns: int = 0
+) -> None:
     """Count a row that is left out for this reason, or so many turns of it."""
     rows = left_out.setdefault(reason, LeftOut(file, row))
     rows.rows += 1
@@ -298,7 +300,7 @@ def _listed(rows: dict[str, int]) -> str:
     return ", ".join(keys[:12]) + more
 
 
-def _cut(
+def _in_pieces(
     flat: tuple, documents: np.ndarray, seq_len: int, overlong: str, stats: Stats
 ) -> Iterator[tuple[Sample, int, int]]:
     """Yield documents of at most seq_len tokens, pieces of those in the flat files, as `_tokenise`
@@ -311,7 +313,7 @@ def _cut(
             yield whole, file, row
             continue
         if overlong == "drop":
-            _count(stats.skipped, "longer than seq_len", file, row)
+            _count_left_out(stats.skipped, "longer than seq_len", file, row)
             continue
         pieces = []
         for at in range(0, seq_len if overlong == "truncate" else length, seq_len):
@@ -324,6 +326,6 @@ def _cut(
         if pieces:
             stats.cut.update({overlong: 1, "tokens": length, "learnt": learnt})
         else:
-            _count(stats.skipped, "nothing to learn within seq_len", file, row)
+            _count_left_out(stats.skipped, "nothing to learn within seq_len", file, row)
         for piece in pieces:
             yield piece, file, row

@@ -21,12 +21,12 @@ from tokenizers import Tokenizer
 from llm_demo.core.errors import UserError
 from llm_demo.data.turns import (
     EMPTY_TURN,
-    MARKER,
     NO_REASONING,
     NO_VARIABLE,
     REFUSALS,
     REFUSED,
     SPECIALS_INSIDE,
+    STAND_IN,
     THINK_PROMPT,
     NotLearnt,
     Record,
@@ -35,7 +35,7 @@ from llm_demo.data.turns import (
     assistant,
     behind_calls,
     changed,
-    plain,
+    plain_text,
     spans_of,
 )
 
@@ -88,11 +88,11 @@ class Codec:
         # what the template writes: to ask for an answer, behind it, and its special tokens
         told = asked = self.behind = ""
         if self.template:
-            question = [{"role": "user", "content": MARKER}]
+            question = [{"role": "user", "content": STAND_IN}]
             told = _try_render(tokenizer, question) or ""
             asked = _try_render(tokenizer, question, add_generation_prompt=True) or ""
             self.behind = _behind_answer(tokenizer)
-        words = asked.removeprefix(told) or asked.rpartition(MARKER)[2]
+        words = asked.removeprefix(told) or asked.rpartition(STAND_IN)[2]
         self.asks = THINK_PROMPT.sub("", words)
         self.own = _any_of(set(self.specials.findall(told + asked + self.behind)))
         self.drops_reasoning = ""  # see why_no_reasoning
@@ -289,7 +289,7 @@ def _render(codec: Codec, record: Record) -> tuple[Record, str]:
     if has_calls and "tool_calls" not in codec.template:
         raise NotLearnt(NO_CALLS)
     if not codec.template:
-        return record, plain(record.messages, eos)
+        return record, plain_text(record.messages, eos)
     prompt_is_rendered = _rendered_prompt(codec, record)
     if prompt_is_rendered:
         return prompt_is_rendered

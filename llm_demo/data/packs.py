@@ -20,7 +20,9 @@ from llm_demo.machine.cache import build
 from llm_demo.machine.files import cache_folder
 from llm_demo.machine.text import counted, progress
 
-FORMAT = 11  # of a pack; increase it when the same files are read, labelled or stored differently
+PACK_VERSION = (
+    11  # of a pack; increase it when the same files are read, labelled or stored differently
+)
 SPLIT_SEED = 0  # not --seed, so that runs with other seeds have the same held-out documents
 SHOWN = 400  # tokens from each end of a long example
 DEFAULTS = {"learn_turns": "all", "learn_reasoning": True, "skip_bad_rows": False}
@@ -89,7 +91,7 @@ def _identify(files: list[str], codec: Codec, flags, limit: int) -> tuple[str, d
         identity[name] = None if value == DEFAULTS.get(name) else value
     facts = identity | {"pack_sequences": None, "limit": 0 if flags.seq_len else limit}
     kinds = [suffix_of(file) for file in files]
-    return _hash(json.dumps([FORMAT, contents, kinds, facts]))[:24], identity
+    return _hash(json.dumps([PACK_VERSION, contents, kinds, facts]))[:24], identity
 
 
 def _hash(text: str) -> str:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from llm_demo.core.errors import UserError
-from llm_demo.data.bad_rows import Bad, BadRows, Misread, reason_of
+from llm_demo.data.bad_rows import Bad, BadRows, Misread, short_reason
 from llm_demo.data.marks import MARKS, MASK, may_exclude, reads
 from llm_demo.data.turns import Record, assistant
 from llm_demo.flags.parsing import template_variables
@@ -32,14 +32,14 @@ QUESTIONS = (
 )
 TOOLS = ("tools", "tool_defs")  # one thing
 VARIABLES = "chat_template_kwargs"  # of the chat template, for one row, as TRL names them
-BESIDE = ("system", "history", *TOOLS, VARIABLES)
+PAIR_KEYS = ("system", "history", *TOOLS, VARIABLES)
 FORMATS = {
     "tokens": ((("input_ids",),), ("labels", REAL, *LEARNT, "position_ids")),
     "messages": ((("messages",),), ("system", *TOOLS, VARIABLES)),
     "conversations": ((("conversations",),), ("system", *TOOLS, VARIABLES)),
-    "prompt": ((("prompt", "completion"), ("prompt", "response")), BESIDE),
-    "alpaca": (QUESTIONS, ("input", "context", "system_prompt", *BESIDE)),
-    "input": ((("input", "target"),), BESIDE),
+    "prompt": ((("prompt", "completion"), ("prompt", "response")), PAIR_KEYS),
+    "alpaca": (QUESTIONS, ("input", "context", "system_prompt", *PAIR_KEYS)),
+    "input": ((("input", "target"),), PAIR_KEYS),
     "text": ((("text",),), ()),
 }
 ACCEPTED = (
@@ -57,11 +57,11 @@ NAMES = {
 }
 ROLES = {name: role for role, names in NAMES.items() for name in names.split()}
 ROLES |= dict.fromkeys(CALLS, "assistant")
-REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a turn, all for the first
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # keys of a turn, all for the first
 CONTENT = ("content", "value")
 ARGUMENTS = ("arguments", "parameters", "args", "input", "kwargs")  # of a call, likewise
 TEXT_PARTS = (None, "text", "input_text", "output_text")  # types
-TURN = {"role", "from", *CONTENT, "tool_calls", "function_call", *REASONING}
+TURN = {"role", "from", *CONTENT, "tool_calls", "function_call", *REASONING_KEYS}
 ONLY_TEXT = "only text can be learnt: leave such rows out"
 CHOICES = {"choices", "options"}  # a question of several choices, which the answer may only number
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
@@ -173,7 +173,7 @@ def _records(
         except UserError as error:
             if flags.skip_bad_rows and not isinstance(error, Misread):
                 skipped.add(error)
-                yield n, {}, reason_of(str(error).removeprefix(f"{where}: "))
+                yield n, {}, short_reason(str(error).removeprefix(f"{where}: "))
                 continue
             bad.add(error)
             if bad.full:
@@ -211,7 +211,7 @@ def _to_record(row: dict, row_format: RowFormat, template: str | None) -> Record
         return Record(None, tokens=_tokens(row["input_ids"], optional))
     _refuse_keys(row, unused, template)
     if kind == "text":
-        return Record(None, text=_text(row["text"], "text"))
+        return Record(None, text=_text_of(row["text"], "text"))
     optional = {key: row[key] for key in used}
     tools = _tools(optional)
     variables = template_variables(optional.get(VARIABLES), VARIABLES)
@@ -265,7 +265,7 @@ def _question(row: dict, key: str, optional: dict):
     more = [name for name in ("input", "context") if name in optional]
     if not more:
         return row[key]
-    texts = [_text(row[key], key)] + [_text(optional[name], name) for name in more]
+    texts = [_text_of(row[key], key)] + [_text_of(optional[name], name) for name in more]
     return "\n\n".join(text for text in texts if text.strip())
 
 
@@ -274,7 +274,7 @@ def _side(value, key: str, role: str, template: str | None) -> list[dict]:
     turns = _turns_in(value)
     if isinstance(turns, list) and turns and not _is_part(turns[0]):
         return _messages(turns, key, template)
-    return [{"role": role, "content": _text(value, key)}]
+    return [{"role": role, "content": _text_of(value, key)}]
 
 
 def _marks(messages: list[dict]) -> dict[int, bool]:
@@ -321,7 +321,7 @@ def _system(optional: dict, messages: list[dict]) -> list[dict]:
     key = next((key for key in ("system", "system_prompt") if key in optional), None)
     if key is None:
         return []
-    content = _text(optional[key], key)
+    content = _text_of(optional[key], key)
     if not messages or messages[0]["role"] != "system":
         return [{"role": "system", "content": content}]
     if messages[0]["content"].strip() != content.strip():
@@ -428,10 +428,10 @@ def _message(turn, place: str, template: str | None) -> dict:
     message = {"role": ROLES[name], "content": ""}
     if calls:
         message["tool_calls"] = _calls(calls, place)
-    message["content"] = _text(content, place)
-    key, reasoning = _value(REASONING, place, turn)
+    message["content"] = _text_of(content, place)
+    key, reasoning = _value(REASONING_KEYS, place, turn)
     if reasoning is not None:
-        message[REASONING[0]] = _text(reasoning, f"{place}: {key}")
+        message[REASONING_KEYS[0]] = _text_of(reasoning, f"{place}: {key}")
     return message | {k: v for k, v in turn.items() if k not in TURN and v is not None}
 
 
@@ -480,14 +480,14 @@ def _value(keys: tuple[str, ...], place: str, *objects: dict) -> tuple[str, obje
 def _meaning(value):
     """A value in a form that can be compared: the text of parts, an object behind JSON text."""
     with contextlib.suppress(UserError):
-        value = _text(value, "").strip()
+        value = _text_of(value, "").strip()
     if isinstance(value, str) and value.startswith("{"):
         with contextlib.suppress(ValueError, RecursionError):
             return DECODER.decode(value)
     return None if value is False else value
 
 
-def _text(value, place: str) -> str:
+def _text_of(value, place: str) -> str:
     """A string; OpenAI content parts are joined if all are text."""
     if isinstance(value, list) and value and all(_is_part(part) for part in value):
         for part in value:

@@ -24,7 +24,7 @@ from llm_demo.machine.files import DECODER, digest
 from llm_demo.machine.text import counted, words_of
 
 # searched for in a folder
-FILES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
+DATA_FILES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}  # and their names in PyArrow
 NOT_READ = (".xz", ".zip", ".bz2", ".7z", ".lz4", ".tar", ".tgz", ".xlsx")
 HELD_OUT = re.compile(r"\.heldout\.")
@@ -98,14 +98,14 @@ def _in_folder(folder: str) -> tuple[list[str], list[str]]:
     found = [
         path
         for path in sorted(glob.glob(os.path.join(glob.escape(folder), "*")))
-        if suffix_of(path) in FILES and os.path.basename(path) not in NO_DATA
+        if suffix_of(path) in DATA_FILES and os.path.basename(path) not in NO_DATA
     ]
     skipped = _named(found, NOT_FOR_TRAINING)
     files = [path for path in found if path not in skipped and os.path.isfile(path)]
     if not files:
         raise UserError(
-            f"{folder} is a folder without training data: name a data file ({', '.join(FILES)}, "
-            "also with .gz or .zst) or the folder that holds it"
+            f"{folder} is a folder without training data: name a data file "
+            f"({', '.join(DATA_FILES)}, also with .gz or .zst) or the folder that holds it"
         )
     return files, skipped
 
@@ -154,7 +154,7 @@ def hub_parts(name: str) -> tuple[str, str | None, str | None] | None:
     """(id, configuration, split) if `name` is a hub dataset, else None. A name that begins with an
     existing folder is a file, possibly mistyped."""
     match = HUB.fullmatch(name)
-    if not match or os.path.isdir(name.split("/")[0]) or suffix_of(name) in FILES:
+    if not match or os.path.isdir(name.split("/")[0]) or suffix_of(name) in DATA_FILES:
         return None
     return match.groups()
 

@@ -46,10 +46,12 @@ EMPTY_THINK = re.compile(r"\s*<think>\s*</think>\n*")
 THINK_PROMPT = re.compile(r"<think>\s*(</think>\s*)?$")
 # Reasoning in a turn's text. A prompt may hold the tag that opens it; the one that closes it then
 # stands at the beginning or the end of a line.
-REASONING = re.compile(r"<think>(.*?)</think>|(.*?)(?:(?<=\n)</think>|</think>(?=\n|$))", re.DOTALL)
+REASONING_TEXT = re.compile(
+    r"<think>(.*?)</think>|(.*?)(?:(?<=\n)</think>|</think>(?=\n|$))", re.DOTALL
+)
 TAG = re.compile(r"\s*(?:[<[][^\s>\]]*[>\]])?\s*")  # what a template puts around reasoning
 SPACE = re.compile(r"\s*")
-MARKER = "\ue000"  # stands for a part of a turn, to see where a template puts it
+STAND_IN = "\ue000"  # stands for a part of a turn, to see where a template puts it
 # What a template raises for conversations it does not support: raise_exception() and undefined
 # names, None added to a string, the first of no messages; and arguments nested too deeply.
 REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
@@ -96,7 +98,7 @@ def changed(messages: list[dict], number: int, **values) -> list[dict]:
     return [*messages[:number], messages[number] | values, *messages[number + 1 :]]
 
 
-def plain(messages: list[dict], eos: str) -> str:
+def plain_text(messages: list[dict], eos: str) -> str:
     """The text without a chat template: turns joined by newlines, each answer ended by eos."""
     turns = (m["content"] + (eos if assistant(m) else "") for m in messages)
     return "\n".join(turn for turn in turns if turn)
@@ -223,7 +225,7 @@ def _start(chat: Rendered, turn: int, remarks: set[str]) -> tuple[int, int]:
     if not codec.template:
         if not before:
             raise NotLearnt(NO_PROMPT)
-        head = plain(before, codec.tokenizer.eos_token)
+        head = plain_text(before, codec.tokenizer.eos_token)
         return (len(head) + bool(head),) * 2
     head = codec.try_render(before, record, add_generation_prompt=True)
     if head is None:  # few templates take no messages at all
@@ -249,17 +251,17 @@ def _begin(chat: Rendered, turn: int, head: str) -> int:
         return len(head)
     marks = []
     if turn:
-        marks.append({"content": MARKER})
+        marks.append({"content": STAND_IN})
         calls = record.messages[turn].get("tool_calls")
         if calls:
-            function = calls[0]["function"] | {"name": MARKER}
+            function = calls[0]["function"] | {"name": STAND_IN}
             marks.append({"tool_calls": [calls[0] | {"function": function}, *calls[1:]]})
     for mark in marks:
         marked = codec.try_render(changed(record.messages, turn, **mark), record) or ""
-        asked = changed(before, turn - 1, content=MARKER)
+        asked = changed(before, turn - 1, content=STAND_IN)
         asked = codec.try_render(asked, record, add_generation_prompt=True) or ""
-        place, words = marked.find(MARKER), THINK_PROMPT.sub("", asked.rpartition(MARKER)[2])
-        if place >= 0 and words and MARKER in asked and text[:place] == marked[:place]:
+        place, words = marked.find(STAND_IN), THINK_PROMPT.sub("", asked.rpartition(STAND_IN)[2])
+        if place >= 0 and words and STAND_IN in asked and text[:place] == marked[:place]:
             at = text.rfind(words, 0, place)
             if at < 0:
                 break
@@ -275,7 +277,7 @@ def _with_reasoning_apart(message: dict, remarks: set[str]) -> dict:
         if content.startswith("<think>"):
             raise NotLearnt(UNCLOSED)
         return message
-    if (message.get("reasoning_content") or "").strip() or REASONING.match(content):
+    if (message.get("reasoning_content") or "").strip() or REASONING_TEXT.match(content):
         return message
     remarks.add(ONLY_CLOSED)
     reasoning, _, answer = content.partition("</think>")
@@ -311,7 +313,7 @@ def _reasoning_and_answer(message: dict) -> tuple[str, str]:
     content = message["content"].strip()
     reasoning = message.get("reasoning_content") or ""
     if not reasoning.strip() and "</think>" in content:
-        match = REASONING.match(content)
+        match = REASONING_TEXT.match(content)
         if match:
             reasoning = match[1] or match[2] or ""
             content = content[match.end() :]
