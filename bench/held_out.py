@@ -19,12 +19,12 @@ from pathlib import Path
 
 from bench import store
 from fsdp import train_fsdp
-from llm_demo.core import fp8
 from llm_demo.core.errors import UserError
 from llm_demo.flags.parsing import PlainParser, whole
 from llm_demo.machine.dist import run
 from llm_demo.machine.files import ROOT
 from llm_demo.machine.process import command
+from llm_demo.options import fp8
 
 ADAPTERS = "--lora_rank 16 --lr 2e-4"
 RECIPES = ("rowwise_gw", "rowwise")  # blockwise needs sizes that small models lack

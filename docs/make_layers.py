@@ -17,12 +17,21 @@ PACKAGES = ("llm_demo", *SCRIPTS)
 PAGE = ROOT / "docs/design.md"
 # in the order of reading; then the other modules of each room by name
 CORE = (
-    "loop rows decoder attention long_documents delta delta_kernels experts tensor fp8 "
-    "fp8_kernels four_bits four_bits_library four_bits_kernel lora loss loss_kernel optim masters "
-    "mesh timer errors"
+    "loop rows decoder attention experts loss loss_kernel optim masters mesh timer errors"
 ).split()
-# "": commands
-ROOMS = ("core", *SCRIPTS, "machine", "flags", "data", "model", "run", "launch", "check", "")
+ROOMS = (
+    "core",
+    "options",
+    *SCRIPTS,
+    "machine",
+    "flags",
+    "data",
+    "model",
+    "run",
+    "launch",
+    "check",
+    "",  # commands
+)
 
 
 def imports() -> dict[str, set[str]]:

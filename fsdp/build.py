@@ -17,7 +17,6 @@ from llm_demo.core.decoder import (
     allocate,
     fill,
     make_units,
-    skeleton,
     spread_rows,
 )
 from llm_demo.core.experts import keep_part, kept_in_fp32
@@ -30,7 +29,7 @@ from llm_demo.machine.text import counted
 from llm_demo.model.costs import param_count, unit_sizes
 from llm_demo.model.model_folder import Source
 from llm_demo.model.weights_files import loading
-from llm_demo.run.choices import Compute, compiles_adamw, fused_kernels, give_fp8
+from llm_demo.run.choices import Compute, compiles_adamw, decoder_of, fused_kernels, give_fp8
 from llm_demo.run.log import Log
 from llm_demo.run.plan import Plan
 from llm_demo.run.saver import Saver
@@ -115,13 +114,7 @@ def adapted(
 ) -> tuple[PreTrainedModel, int, int]:
     """(the decoder on the meta device with its adapters if any, its parameters without them, those
     that are trained)."""
-    lm = skeleton(
-        source.config,
-        attn_impl=compute.attn_impl,
-        weights=source.weights,
-        product=compute.product,
-        rule=compute.rule,
-    )
+    lm = decoder_of(source.config, source.weights, compute)
     n_params = n_trained = param_count(lm)
     for line in give_fp8(lm, compute, args.tensor_parallel):
         log.say(line)
@@ -130,7 +123,7 @@ def adapted(
 
         give_four_bits(lm, source, compute, args.seed, world, saver, say=log.say)
     if compute.lora:
-        from llm_demo.core.lora import apply_lora
+        from llm_demo.options.lora import apply_lora
 
         apply_lora(lm, compute.lora, compute.dtype)
         # of dropout; other random numbers have seeds of their own
@@ -149,7 +142,7 @@ def spread_blocks(lm: PreTrainedModel, world: World, layout: Layout) -> ProcessG
     parts = make_part_mesh(world, layout.part.count)
     row_group = parts.get_group(0)
     if layout.tensor_parallel > 1:
-        from llm_demo.core.tensor import keep_share
+        from llm_demo.options.tensor import keep_share
 
         keep_share(lm, parts)
     else:

@@ -24,8 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from fsdp import copy_engines
 from fsdp.host_adamw import UnitSum
 from fsdp.sharding import SumBesideActivations, WithParts, params_of, shard_sizes, shards_of
-from llm_demo.core.decoder import Blocks
-from llm_demo.core.delta import Decays
+from llm_demo.core.decoder import Blocks, Decays
 from llm_demo.core.experts import Routers
 from llm_demo.core.mesh import World, all_gather
 from llm_demo.core.optim import add, compile_once, sum_into

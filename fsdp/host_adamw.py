@@ -17,8 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fsdp.activations_on_host import claim_host, pin_all
 from fsdp.sharding import adam_views, params_of, shard_sizes
-from llm_demo.core.decoder import DecoderLoss
-from llm_demo.core.delta import Decays
+from llm_demo.core.decoder import Decays, DecoderLoss
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import Routers
 from llm_demo.core.mesh import World, local_part

@@ -7,15 +7,15 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp.fsdp2 import reduce_traffic
 from fsdp.sharding import Shards, precision, shard_units, sum_not_average
-from llm_demo.core.decoder import DecoderLoss, allocate, fill, make_units, skeleton
+from llm_demo.core.decoder import DecoderLoss, allocate, fill, make_units
 from llm_demo.core.experts import blocks_with_experts, keep_part, kept_in_fp32
 from llm_demo.core.masters import Masters
 from llm_demo.core.mesh import SHARD, SPLIT
-from llm_demo.core.tensor import keep_share
 from llm_demo.machine.dist import timeout
 from llm_demo.model.costs import param_count, unit_sizes
 from llm_demo.model.weights_files import loading
-from llm_demo.run.choices import compiles_adamw, give_fp8
+from llm_demo.options.tensor import keep_share
+from llm_demo.run.choices import compiles_adamw, decoder_of, give_fp8
 
 
 def build(job, layout, counts: list[int]) -> tuple:
@@ -29,7 +29,7 @@ def build(job, layout, counts: list[int]) -> tuple:
     sharded = layout.n_shards > 1
     flat = low and not sharded
 
-    lm = skeleton(config, compute.attn_impl, weights, compute.product, compute.rule)
+    lm = decoder_of(config, weights, compute)
     n_params = param_count(lm)
     for line in give_fp8(lm, compute, args.tensor_parallel):
         log.say(line)

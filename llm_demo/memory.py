@@ -76,7 +76,7 @@ class Settings:
     keys: float = 0  # keys per token whose probabilities are kept; 0: attention is a fused kernel
     rule: str = "fla"  # of linear attention; chunked: operations of PyTorch
     attention_kept: int = 0  # the last blocks whose attention is not computed again
-    lora: tuple | None = None  # a core.lora.Lora
+    lora: tuple | None = None  # a options.lora.Lora
 
     @property
     def size(self) -> int:

@@ -23,7 +23,7 @@ if __name__ == "__main__":  # before the slow imports
 import torch
 import torch.distributed as dist
 
-from llm_demo.core.decoder import materialise, skeleton
+from llm_demo.core.decoder import materialise
 from llm_demo.core.optim import make_adamw, set_lr
 from llm_demo.core.rows import (
     Rows,
@@ -42,7 +42,7 @@ from llm_demo.memory import check_host, peaks, report, settings_of
 from llm_demo.model.check_config import refuse_experts
 from llm_demo.model.costs import param_count, sizes_of, unit_sizes
 from llm_demo.model.weights_files import loading
-from llm_demo.run.choices import compiles_adamw
+from llm_demo.run.choices import compiles_adamw, decoder_of
 from llm_demo.run.cut import plan_and_cut
 from llm_demo.run.job import Job, run
 
@@ -97,7 +97,7 @@ class Pipeline:
 
         # each stage makes only its own layers
         ds_patches.join_group(world.device)
-        lm = skeleton(config, compute.attn_impl, weights, rule=compute.rule)
+        lm = decoder_of(config, weights, compute)
         n_params = param_count(lm)
         rotary = lm.model.rotary_emb
         self.inputs = [

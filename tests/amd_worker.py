@@ -17,7 +17,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
-from llm_demo.core import four_bits, four_bits_kernel, loss, loss_kernel, optim
+from llm_demo.core import loss, loss_kernel, optim
+from llm_demo.options import four_bits, four_bits_kernel
 
 ROOT = Path(__file__).parent.parent
 ARCH, PART = sys.argv[1:]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from llm_demo.core import loss, optim
-from llm_demo.core.delta import delta_layers
+from llm_demo.core.decoder import delta_layers
 from llm_demo.core.mesh import SPLIT
 from llm_demo.machine.dist import start
 

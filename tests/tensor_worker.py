@@ -17,7 +17,7 @@ from llm_demo.core.attention import make_documents
 from llm_demo.core.decoder import DecoderLoss, make_units
 from llm_demo.core.mesh import SHARD, World, make_part_mesh
 from llm_demo.core.rows import Slice
-from llm_demo.core.tensor import keep_share
+from llm_demo.options.tensor import keep_share
 
 SIZES = dict(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,

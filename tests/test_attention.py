@@ -21,6 +21,7 @@ from llm_demo.core.rows import position_ids
 from llm_demo.machine import probes
 from llm_demo.machine.device import Device, dtype_name, peak_tflops, pick_dtype, this_device
 from llm_demo.model.costs import heads_of
+from llm_demo.options import long_documents  # noqa: F401  registers the operator of varlen_cudnn
 from llm_demo.run import choices
 from llm_demo.run.choices import choose_attention
 

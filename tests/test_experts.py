@@ -16,8 +16,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from fsdp.by_memory import choose_spread
 from llm_demo.core.decoder import Blocks
 from llm_demo.core.experts import PRODUCTS, Routers, looped_product, sorted_experts
-from llm_demo.core.lora import Lora, adapt_experts
 from llm_demo.core.mesh import World
+from llm_demo.options.lora import Lora, adapt_experts
 from llm_demo.run.choices import choose_product, decide_compute, why_not_compiled
 
 D, E, K = 32, 8, 2

@@ -23,17 +23,7 @@ from tiny_tokenizer import packs_of
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-from llm_demo.core import four_bits, four_bits_library
 from llm_demo.core.errors import UserError
-from llm_demo.core.four_bits_library import (
-    DOUBLE,
-    library,
-    need_library,
-    pack,
-    quantised,
-    scales_in,
-)
-from llm_demo.core.lora import use_four_bits
 from llm_demo.machine import probes
 from llm_demo.machine.cache import verified
 from llm_demo.machine.text import layer_kinds
@@ -41,6 +31,16 @@ from llm_demo.model.adapters import in_4_bits, matrices_in
 from llm_demo.model.four_bits_base import cached_base, find_or_build, note_values
 from llm_demo.model.model_folder import load_model, open_model
 from llm_demo.model.weights_files import open_weights, refuse_other_adapters
+from llm_demo.options import four_bits, four_bits_library
+from llm_demo.options.four_bits_library import (
+    DOUBLE,
+    library,
+    need_library,
+    pack,
+    quantised,
+    scales_in,
+)
+from llm_demo.options.lora import use_four_bits
 from llm_demo.run.export_run import export
 
 functional = library()
@@ -360,7 +360,7 @@ def test_no_kernel_is_downloaded():
     """bitsandbytes would, on some CPUs, if the package `kernels` is there."""
     code = "import sys, types; sys.modules['kernels'] = trap = types.ModuleType('kernels')\n"
     code += "trap.get_kernel = lambda *a, **k: print('downloaded')\n"
-    code += "from llm_demo.core.four_bits_library import library; library()\n"
+    code += "from llm_demo.options.four_bits_library import library; library()\n"
     code += "assert sys.modules['kernels'] is trap"
     done = run([sys.executable, "-c", code], fresh=True)
     assert done.returncode == 0 and done.stdout == done.stderr == ""

@@ -20,14 +20,14 @@ from test_attention import A100, CPU, H100, MI300
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from llm_demo.core import fp8
 from llm_demo.core.attention import make_documents
 from llm_demo.core.decoder import DecoderLoss, make_units
-from llm_demo.core.fp8 import RECIPES, fp8_blocks, linear, scales_of, transposed_fp8, use_fp8
-from llm_demo.core.lora import Lora, LoraLinear
 from llm_demo.core.rows import position_ids
 from llm_demo.machine import probes
 from llm_demo.machine.text import layer_kinds
+from llm_demo.options import fp8
+from llm_demo.options.fp8 import RECIPES, fp8_blocks, linear, scales_of, transposed_fp8, use_fp8
+from llm_demo.options.lora import Lora, LoraLinear
 from llm_demo.run.choices import Compute, choose_fp8
 
 T, N, K = 256, 384, 256
@@ -268,7 +268,7 @@ BF16 = Compute(torch.bfloat16, "varlen", compile=True)
 
 
 def test_where_it_works(record_property):
-    works, tokens = (lambda: None), "a micro-batch has {} tokens, which must be a multiple of {}"
+    works, tokens = (lambda *_: None), "a micro-batch has {} tokens, which must be a multiple of {}"
     assert decide("none", CPU, BF16) == ("", [])
     assert decide("rowwise", H100, BF16, works) == ("rowwise", [])
     assert decide("rowwise_gw", H100, BF16, works, seq_len=1001)[0] == "rowwise_gw"
@@ -279,7 +279,7 @@ def test_where_it_works(record_property):
         (("rowwise", H100, Compute(torch.float32, "math", True)), "needs --dtype bf16, not fp32"),
         (("rowwise", H100, Compute(torch.float16, "math", True)), "needs --dtype bf16, not fp16"),
         (("rowwise", H100, Compute(torch.bfloat16, "math", False)), "needs compiled blocks"),
-        (("rowwise", H100, BF16, lambda: "differs"), "does not work here: differs"),
+        (("rowwise", H100, BF16, lambda *_: "differs"), "does not work here: differs"),
         (("rowwise", H100, BF16, works, 3, 1001), tokens.format(3003, 16)),
         (("blockwise", H100, BF16, works, 1, 1040), tokens.format(1040, 128)),
     ]

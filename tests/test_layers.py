@@ -11,7 +11,7 @@ SCRIPT = runpy.run_path(str(ROOT / "docs/make_layers.py"))
 
 # Rooms from the lowest to the highest; "": commands. Scripts are above them, and the entry that
 # runs one script in its own process.
-ORDER = ("core", "machine", "flags", "data", "model", "run", "launch", "check", "")
+ORDER = ("core", "options", "machine", "flags", "data", "model", "run", "launch", "check", "")
 ENTRY = "llm_demo.launch.alone"
 
 
@@ -42,8 +42,6 @@ def test_the_page_shows_them():
 
 def test_the_core_is_small_and_imports_nothing_from_outside_it():
     files = [*(ROOT / "llm_demo/core").glob("*.py")]
-    # 3,000, 85 of shares, 65 of bf16 moments, 315 of fp8, 265 of weights in 4 bits, 15 of adapters
-    # that are trained on, 15 of further families, 125 of linear attention
     assert SCRIPT["lines"](*files) <= 3925
     of = SCRIPT["imports"]()
     core = {name for name in of if name.startswith("llm_demo.core")}

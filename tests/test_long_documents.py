@@ -7,8 +7,8 @@ import torch
 from test_attention import LENGTHS, B, S, assert_equals_each_alone, boundaries
 from torch.distributed.utils import _to_kwargs
 
-from llm_demo.core import long_documents
 from llm_demo.core.attention import BACKENDS, make_documents
+from llm_demo.options import long_documents
 from llm_demo.run.choices import fused_kernels
 
 pytest.importorskip("torch.nn.attention.varlen", reason="the backend needs PyTorch 2.10")

@@ -22,11 +22,11 @@ from fsdp.pieces import use_pieces
 from llm_demo.core.decoder import Blocks
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import FUSED
-from llm_demo.core.lora import Factor, Lora, LoraLinear
 from llm_demo.model.adapters import choose_lora, factors_of
 from llm_demo.model.export_files import Values, write_adapter
 from llm_demo.model.source import find_model
 from llm_demo.model.weights_files import open_weights
+from llm_demo.options.lora import Factor, Lora, LoraLinear
 from llm_demo.run.export_run import export
 
 RANK, ALPHA = 6, 32  # a rank that no number of processes divides

@@ -35,12 +35,12 @@ from llm_demo.core.attention import make_documents
 from llm_demo.core.decoder import Blocks, materialise, skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import FUSED, Routers, blocks_with_experts
-from llm_demo.core.lora import apply_lora
 from llm_demo.core.rows import position_ids
 from llm_demo.model.adapters import choose_lora, factors_of, merge_into
 from llm_demo.model.export_files import Values, write_adapter
 from llm_demo.model.source import load_config
 from llm_demo.model.weights_files import open_weights
+from llm_demo.options.lora import apply_lora
 from llm_demo.run.checkpoint_files import read_tensors, weights_of
 
 

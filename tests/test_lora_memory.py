@@ -11,9 +11,9 @@ from transformers import Qwen3Config
 from fsdp.pieces import use_pieces
 from llm_demo.core.attention import make_documents
 from llm_demo.core.decoder import Blocks, allocate, skeleton
-from llm_demo.core.lora import apply_lora
 from llm_demo.model.costs import experts_of, flops_of_slot, sizes_of
 from llm_demo.model.source import load_config
+from llm_demo.options.lora import apply_lora
 from llm_demo.run.choices import Compute
 from llm_demo.run.plan import Data, Plan
 

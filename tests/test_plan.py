@@ -15,9 +15,9 @@ from tiny_tokenizer import write
 from transformers import MistralConfig, Qwen2Config
 
 from llm_demo.core.errors import UserError
-from llm_demo.core.lora import Lora
 from llm_demo.model.positions import window_of, without_window
 from llm_demo.model.source import load_config
+from llm_demo.options.lora import Lora
 from llm_demo.run.folder import settings_of
 from llm_demo.run.job import best_of
 from llm_demo.run.plan import decide_seq_len, usual_lr

@@ -31,18 +31,18 @@ from transformers import (
     Qwen3_5TextConfig,
 )
 
-from llm_demo.core import delta_kernels
 from llm_demo.core.attention import make_documents
 from llm_demo.core.decoder import skeleton
-from llm_demo.core.delta import chunked, use_rule
 from llm_demo.core.errors import UserError
-from llm_demo.core.lora import Lora, apply_lora
 from llm_demo.machine import probes
 from llm_demo.model.adapter_folder import open_adapter
 from llm_demo.model.adapters import matrices_in, start_of
 from llm_demo.model.check_config import problems_of
 from llm_demo.model.costs import dense_width, parameters_of
 from llm_demo.model.model_folder import open_model
+from llm_demo.options import delta_kernels
+from llm_demo.options.delta import chunked, use_rule
+from llm_demo.options.lora import Lora, apply_lora
 from llm_demo.run.choices import DELTA_KERNELS, choose_rule, refuse_flags
 from llm_demo.run.export_run import export
 

@@ -23,7 +23,7 @@ if __name__ == "__main__":  # before the slow imports
 import torch
 
 from llm_demo.core.attention import make_documents
-from llm_demo.core.decoder import DecoderLoss, make_units, skeleton
+from llm_demo.core.decoder import DecoderLoss, make_units
 from llm_demo.core.loop import score_rows
 from llm_demo.core.optim import make_adamw, set_lr
 from llm_demo.core.rows import label_positions, micro_batches, to_device
@@ -34,7 +34,7 @@ from llm_demo.memory import check_host, peaks, report, settings_of
 from llm_demo.model.check_config import refuse_experts
 from llm_demo.model.costs import param_count, sizes_of, unit_sizes
 from llm_demo.model.weights_files import loading
-from llm_demo.run.choices import compiles_adamw
+from llm_demo.run.choices import compiles_adamw, decoder_of
 from llm_demo.run.job import Job, run
 
 
@@ -84,7 +84,7 @@ class Zero:
 
         # stage 3 shards each block as soon as it has weights
         ds_patches.join_group(world.device)
-        lm = skeleton(config, compute.attn_impl, weights, rule=compute.rule)
+        lm = decoder_of(config, weights, compute)
         n_params = param_count(lm)
         sizes = unit_sizes(config, config.num_hidden_layers, args.blocks_per_unit)
         budget = args.activation_memory_budget if compute.compile else None

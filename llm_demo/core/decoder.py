@@ -19,24 +19,33 @@ from transformers.initialization import no_init_weights
 
 from llm_demo.core import attention
 from llm_demo.core.attention import LongRope, rope_type, rotary_tables
-from llm_demo.core.delta import Decays, delta_layers, use_rule
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import Routers, blocks_with_experts
-from llm_demo.core.four_bits import FourBits
 from llm_demo.core.loss import cross_entropy_sum, next_tokens, score
 from llm_demo.core.mesh import exchange_rows, known
 from llm_demo.core.rows import Slice
 
 
-def skeleton(
-    config, attn_impl: str, weights=None, product: str = "looped", rule: str = "chunked"
-) -> PreTrainedModel:
+class Decays(nn.ModuleList):
+    """The layers of a decoder with a delta rule, which also stay where they are: a unit of what
+    their decay depends on, whose weights are fp32 in every compute dtype. It is used as Routers."""
+
+    def forward(self) -> None:
+        pass
+
+
+def delta_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers with a delta rule (linear attention) among a model's modules, in their order."""
+    return [m for m in model.modules() if hasattr(m, "A_log")]
+
+
+def skeleton(config, attn_impl: str, weights=None, product: str = "looped") -> PreTrainedModel:
     """The decoder with fp32 parameters on the meta device and real buffers (rotary frequencies).
     `materialise` gives parts of it their weights.
 
     weights: their source, with `check` and `read` as weights_files.Weights. Raises UserError naming
     a tensor that is missing there, has another shape, or is not in the model. product: of experts,
-    see experts.PRODUCTS. rule: of linear attention, see delta.rule_of."""
+    see experts.PRODUCTS."""
     with init_empty_weights(include_buffers=False), no_init_weights():
         # a copy, in which the model notes its kernels
         model = AutoModelForCausalLM.from_config(
@@ -53,7 +62,6 @@ def skeleton(
     if hasattr(model.model.rotary_emb, "layer_types"):
         for i, block in enumerate(model.model.layers):
             block.kind = config.layer_types[i]
-    use_rule(model, rule)
     model.float()
     model.config._experts_implementation = f"sorted_{product}"
     if model.lm_head.bias is not None:
@@ -291,8 +299,9 @@ def fill(
             random = _random(model, owner, f"{seed}:{path}")
         if start:
             random |= start(f"{seed}:{path}")
-        if isinstance(how := getattr(owner, "recipe", None), FourBits):
-            random["weight"] = how.stored()
+        stored = getattr(getattr(owner, "recipe", None), "stored", None)
+        if stored:  # values in fewer bits, from elsewhere
+            random["weight"] = stored()
         for key, p in owner.named_parameters(recurse=False):
             p.hf_name, p.cut = f"{path}.{key}", getattr(owner, "cut", {}).get(key)
             local, part = p, (slice(None),)

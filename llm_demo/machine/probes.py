@@ -113,6 +113,8 @@ def attention_errors(
 
     heads: as costs.Heads. fused: without SDPA's math kernel, which it takes silently if it refuses
     the fused ones. Raises RuntimeError if it refuses them."""
+    if impl == "varlen_cudnn":
+        from llm_demo.options import long_documents  # noqa: F401  registers its operator
     H, KV, D, E = heads
     B, S = 2, 256
     lengths = [256, 256] if impl == "sdpa" else [250, 6, 100, 156]
@@ -177,6 +179,8 @@ def experts(dtype: str, device: str = "cuda") -> str | None:
 
 def compile_errors(impl: str, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
     """Of a compiled block and loss, with a backend of attention, against plain PyTorch in fp32."""
+    if impl == "varlen_cudnn":
+        from llm_demo.options import long_documents  # noqa: F401  registers its operator
     # not above: who only chooses does not need them
     from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -231,7 +235,7 @@ def compiled(dtype: str, impl: str) -> str | None:
 
 def fp8(recipe: str) -> str | None:
     """Products in fp8 against those that a CPU emulates."""
-    from llm_demo.core.fp8 import linear
+    from llm_demo.options.fp8 import linear
 
     if recipe == "blockwise" and not hasattr(F, "scaled_mm"):
         return f"PyTorch {torch.__version__} has no products of blocks"
@@ -251,8 +255,8 @@ def fp8(recipe: str) -> str | None:
 
 def four_bits(device: str = "cuda") -> str | None:
     """A device's values of a weight, and its numbers and scales, against a CPU's."""
-    from llm_demo.core.four_bits import values_of
-    from llm_demo.core.four_bits_library import quantised
+    from llm_demo.options.four_bits import values_of
+    from llm_demo.options.four_bits_library import quantised
 
     shape = (96, 320)
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -272,7 +276,7 @@ def four_bits(device: str = "cuda") -> str | None:
 def delta(rule: str, dtype: str, *heads: str, device: str = "cuda") -> str | None:
     """A kernel of linear attention against PyTorch's, and whether documents are apart. heads: as
     costs.heads_of_rule, as text."""
-    from llm_demo.core.delta import rule_of
+    from llm_demo.options.delta import rule_of
 
     keys, values, width, wide = map(int, heads)
     B, S, first = 2, 192, 75

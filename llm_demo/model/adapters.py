@@ -11,8 +11,6 @@ import torch
 from llm_demo.core.decoder import refuse_non_finite, skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import FUSED, fused
-from llm_demo.core.four_bits import BLOCK, row_bytes
-from llm_demo.core.lora import Lora, matrices_of, target_of
 from llm_demo.core.mesh import World
 from llm_demo.data.labels import stop_tokens
 from llm_demo.machine.device import drawn_on
@@ -22,6 +20,8 @@ from llm_demo.model.adapter_folder import Adapter, ending, open_adapter
 from llm_demo.model.costs import experts_of, parameters_of
 from llm_demo.model.families import TEXT_PREFIX
 from llm_demo.model.weights_files import Weights, base_digest, identity_of
+from llm_demo.options.four_bits import BLOCK, row_bytes
+from llm_demo.options.lora import Lora, matrices_of, target_of
 
 ALL = "all-linear"  # of --lora_targets; PEFT's name for it
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

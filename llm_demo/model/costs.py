@@ -303,7 +303,7 @@ def refuse_shares(config, n: int) -> None:
     if n > 1 and family_of(config).norms_over_heads:
         raise UserError(f"--tensor_parallel: {config.model_type} has norms over all heads")
     names = ["num_key_value_heads", "num_attention_heads"]
-    if not hasattr(config, "moe_intermediate_size"):  # else see core/tensor.py
+    if not hasattr(config, "moe_intermediate_size"):  # else see options/tensor.py
         names.append("intermediate_size")
     for name in names:
         count = getattr(config, name)

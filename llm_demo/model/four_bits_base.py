@@ -11,9 +11,6 @@ from torch import nn
 
 from llm_demo.core.decoder import materialise, skeleton
 from llm_demo.core.errors import UserError
-from llm_demo.core.four_bits import BLOCK
-from llm_demo.core.four_bits_library import DOUBLE, library
-from llm_demo.core.lora import use_four_bits
 from llm_demo.core.mesh import World
 from llm_demo.machine.cache import build, verified
 from llm_demo.machine.device import dtype_name
@@ -21,6 +18,9 @@ from llm_demo.machine.dist import once_per_node, same_on_all_nodes
 from llm_demo.machine.files import cache_folder, hash_of
 from llm_demo.machine.text import layer_kinds, progress, words_of
 from llm_demo.model.weights_files import fingerprint, weights_in
+from llm_demo.options.four_bits import BLOCK
+from llm_demo.options.four_bits_library import DOUBLE, library
+from llm_demo.options.lora import use_four_bits
 
 FORMAT = 1  # of a cached base; increase it when the same files are stored differently
 
@@ -28,7 +28,7 @@ FORMAT = 1  # of a cached base; increase it when the same files are stored diffe
 def give_four_bits(
     lm: nn.Module, source, compute, seed: int, world: World, saver, say: Callable
 ) -> None:
-    """core.four_bits.use_four_bits with this run's base, from its files or from the cache, where
+    """options.four_bits.use_four_bits with this run's base, from its files or from the cache, where
     the first process of each node puts it. Every rank calls. source, compute, saver: as those of a
     run.Job. Raises UserError."""
     weights, where = source.weights, "the files"

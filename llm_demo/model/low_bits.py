@@ -7,7 +7,7 @@ fp8, a byte a number, of X.weight [N, K] in e4m3: a value is its number times it
 This is DeepSeek-V3's format (https://huggingface.co/deepseek-ai/DeepSeek-V3, README_WEIGHTS.md;
 Qwen3's releases have scales in bf16).
 
-4 bits, as bitsandbytes and transformers write them, see core/four_bits.py:
+4 bits, as bitsandbytes and transformers write them, see options/four_bits.py:
 
     X.weight                       uint8 [N K / 2, 1], two numbers a byte
     X.weight.absmax                uint8 [N K / 64], a scale for each block of 64 numbers
@@ -24,10 +24,10 @@ from typing import NamedTuple
 
 import torch
 
-from llm_demo.core import four_bits
 from llm_demo.core.errors import UserError
-from llm_demo.core.four_bits_library import library, need_library, pack
 from llm_demo.machine.text import blame
+from llm_demo.options import four_bits
+from llm_demo.options.four_bits_library import library, need_library, pack
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max  # 448
@@ -261,8 +261,8 @@ def _stored(state: str, read: Callable[[str], torch.Tensor]) -> Stored:
 def packed(
     stored: Stored, name: str, read: Callable[[str], torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(bytes of a weight, its scales) for core.four_bits. Raises UserError if one is not finite, or
-    a tensor has not as many elements as the weight's shape implies."""
+    """(bytes of a weight, its scales) for options.four_bits. Raises UserError if one is not
+    finite, or a tensor has not as many elements as the weight's shape implies."""
     group, *levels = (read(name + part).flatten() for part in PARTS[1:])
     scales = torch.cat([group, torch.tensor([stored.offset]), *levels])
     if not scales.isfinite().all():

@@ -21,13 +21,13 @@ from safetensors import SafetensorError, safe_open
 
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import FUSED, fused
-from llm_demo.core.four_bits import values_of
 from llm_demo.machine.files import hash_of
 from llm_demo.machine.process import regular
 from llm_demo.machine.text import blame, differences, watched
 from llm_demo.model import low_bits
 from llm_demo.model.families import OTHER_PARTS, TEXT_PREFIX
 from llm_demo.model.local_model import refuse_deepspeed
+from llm_demo.options.four_bits import values_of
 
 SAMPLE = 4096  # bytes at the beginning, the middle and the end of a tensor
 EXTRA = "eh_proj.weight"  # only layers of multi-token prediction have it

@@ -125,7 +125,7 @@ def _loss_scale(x) -> bool:
 
 
 def _adapters(x) -> bool:
-    """Whether x has the form of what core.lora.Lora.facts() returns."""
+    """Whether x has the form of what options.lora.Lora.facts() returns."""
     match x:
         case {"rank": rank, "alpha": alpha, "targets": [*names], "base": {"path": str()}}:
             numbers = all(_number(n) and 0 <= n < 2**53 for n in (alpha, x.get("dropout", 0)))

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from llm_demo.core.attention import IMPLS, LONG
+from llm_demo.core.decoder import delta_layers, skeleton
 from llm_demo.core.errors import UserError
-from llm_demo.core.four_bits_library import need_library
-from llm_demo.core.fp8 import BLOCK, use_fp8
 from llm_demo.core.mesh import World
 from llm_demo.flags.args import Args
 from llm_demo.machine.device import Device, dtype_name, has_fused_kernels, is_sm
@@ -26,7 +26,7 @@ from llm_demo.model.costs import experts_of, heads_of, heads_of_rule, is_hybrid,
 
 # backends of attention that make the buckets which linear attention in PyTorch needs, or need none
 BUCKETED = ("sdpa", "bucketed", "bucketed_math")
-DELTA_KERNELS = ("fla", "fla_kda")  # of core/delta_kernels.py, the preferred one first
+DELTA_KERNELS = ("fla", "fla_kda")  # of options/delta_kernels.py, the preferred one first
 
 
 class Compute(NamedTuple):
@@ -34,10 +34,22 @@ class Compute(NamedTuple):
     attn_impl: str
     compile: bool
     product: str = "looped"  # of experts, see core/experts.py
-    lora: tuple | None = None  # a core.lora.Lora: adapters, the model itself is frozen
+    lora: tuple | None = None  # a options.lora.Lora: adapters, the model itself is frozen
     attention_kept: int = 0  # the last blocks whose attention is not recomputed
     fp8: str = ""  # a recipe of core.fp8
-    rule: str = "chunked"  # of linear attention, see core/delta.py
+    rule: str = "chunked"  # of linear attention, see options/delta.py
+
+
+def decoder_of(config, weights, compute: Compute) -> PreTrainedModel:
+    """core.decoder.skeleton with the attention, experts and linear attention that were chosen."""
+    if compute.attn_impl == "varlen_cudnn":
+        from llm_demo.options import long_documents  # noqa: F401  registers its operator
+    lm = skeleton(config, compute.attn_impl, weights, compute.product)
+    if delta_layers(lm):
+        from llm_demo.options.delta import use_rule
+
+        use_rule(lm, compute.rule)
+    return lm
 
 
 def versions_of(*packages: str) -> tuple[str, ...]:
@@ -270,6 +282,8 @@ def choose_fp8(
     where it can't work."""
     if args.fp8 == "none":
         return "", []
+    from llm_demo.options.fp8 import BLOCK
+
     flag, on_gpu = f"--fp8 {args.fp8}", device.type == "cuda"
     tokens = args.micro_batch_size * seq_len // args.sequence_parallel
     multiple = {"rowwise": 16, "blockwise": BLOCK}.get(args.fp8, 1)
@@ -295,9 +309,11 @@ def choose_fp8(
 
 
 def give_fp8(lm: nn.Module, compute: Compute, shares: int) -> list[str]:
-    """core.fp8.use_fp8 as decided; lines for the log. Raises UserError if it is for no layer."""
+    """options.fp8.use_fp8 as decided; lines for the log. Raises UserError if it is for no layer."""
     if not compute.fp8:
         return []
+    from llm_demo.options.fp8 import use_fp8
+
     done, left = layer_kinds(*use_fp8(lm, compute.fp8, shares))
     if not done:
         raise UserError(f"--fp8 {compute.fp8}: no layer of this model's blocks is large enough")
@@ -322,6 +338,8 @@ def decide_four_bits(args: Args, source, world: World) -> None:
         return
     if experts_of(source.config):
         raise UserError("--base_bits 4 does not work with mixtures of experts: drop it")
+    from llm_demo.options.four_bits_library import need_library
+
     once_per_node(world, need_library)
     if world.device.type == "cuda":
         problem = from_rank0(world, functools.partial(try_once, "four_bits"))

@@ -19,7 +19,6 @@ import torch
 
 from llm_demo.core.decoder import skeleton
 from llm_demo.core.errors import UserError
-from llm_demo.core.lora import Lora
 from llm_demo.core.mesh import World
 from llm_demo.core.rows import Documents, Rows, order_rows
 from llm_demo.data.build import LONGEST_DEFAULT
@@ -42,6 +41,7 @@ from llm_demo.model.model_folder import Source, find_source
 from llm_demo.model.positions import position_limit, window_of, without_window
 from llm_demo.model.source import with_date
 from llm_demo.model.weights_files import fingerprint, refuse_other_adapters
+from llm_demo.options.lora import Lora
 from llm_demo.run.checkpoint_files import checked_facts, compare_shapes, find_checkpoint, weights_of
 from llm_demo.run.choices import Compute, decide_compute, refuse_for_model
 from llm_demo.run.folder import settings_of

@@ -17,20 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from llm_demo.core.decoder import delta_layers
 from llm_demo.core.rows import position_ids
-
-
-class Decays(nn.ModuleList):
-    """The layers of a decoder with a delta rule, which also stay where they are: a unit of what
-    their decay depends on, whose weights are fp32 in every compute dtype. It is used as Routers."""
-
-    def forward(self) -> None:
-        pass
-
-
-def delta_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers with a delta rule among a model's modules, in their order."""
-    return [m for m in model.modules() if hasattr(m, "A_log")]
 
 
 def use_rule(model: nn.Module, name: str) -> None:
@@ -80,6 +68,6 @@ def rule_of(name: str) -> Callable:
     """A function like `chunked`: that itself, or a kernel of flash-linear-attention."""
     if name == "chunked":
         return chunked
-    from llm_demo.core.delta_kernels import KERNELS
+    from llm_demo.options.delta_kernels import KERNELS
 
     return KERNELS[name]

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from llm_demo.core import four_bits
+from llm_demo.options import four_bits
 
 WORDS = 1024
 

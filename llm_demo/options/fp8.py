@@ -149,7 +149,7 @@ def transposed_fp8(
     must exist before. A compiler moves what needs no gradient into the forward, and keeps it."""
     if x.device.type == "cpu":
         return (x.float() * by_row * by_column).to(E4M3).T.contiguous()
-    from llm_demo.core.fp8_kernels import transposed
+    from llm_demo.options.fp8_kernels import transposed
 
     return transposed(x.contiguous(), by_row, by_column)
 
@@ -199,7 +199,7 @@ def fp8_blocks(
     128 x 128 blocks if `square`. Scales of 1 x 128 are stored by column, as cuBLAS reads them.
     after: as of transposed_fp8."""
     if x.device.type == "cuda":
-        from llm_demo.core.fp8_kernels import blocks
+        from llm_demo.options.fp8_kernels import blocks
 
         return blocks(x.contiguous(), square)
     return _fp8_blocks(x, square)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from llm_demo.core.errors import UserError
-from llm_demo.core.four_bits import BLOCK, row_bytes
+from llm_demo.options.four_bits import BLOCK, row_bytes
 
 # scales in a byte each
 DOUBLE = {"compress_statistics": True, "blocksize": BLOCK, "quant_type": "nf4"}

@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LONG = 4096  # tokens; with shorter documents, padding and more calls cost more than cuDNN saves
-
 aten = torch.ops.aten
 
 

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from llm_demo.core.experts import fused, kept_in_fp32
-from llm_demo.core.four_bits import FourBits, row_bytes
-from llm_demo.core.fp8 import RecipeLinear, give_recipes
+from llm_demo.options.four_bits import FourBits, row_bytes
+from llm_demo.options.fp8 import RecipeLinear, give_recipes
 
 
 class Lora(NamedTuple):
