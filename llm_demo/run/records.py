@@ -176,12 +176,14 @@ class Records:
         }
         loss, norm = numbers.pop("loss"), numbers.pop("norm")
         mine = [loss, *t.memory, t.busy, t.exposed, t.data]
-        ranks, wait = self.gather.step(mine, t.operations)
-        share, memory, reserved, retries, busy, exposed, data = zip(*ranks, strict=True)
+        gathered, wait = self.gather.step(mine, t.operations)
+        share, memory, reserved, retries, busy, exposed, data = zip(*gathered, strict=True)
         steps, flops = t.counts["steps"], t.counts["flops"] / t.seconds / self.world.size
-        comm = busy, exposed, [ms / steps for ms in wait]
-        comm = [[round(ms, 3) for ms in of_ranks] for of_ranks in comm]
-        comm = comm if self.args.comm_timer else [None] * len(TIMES)
+        comm = dict.fromkeys(TIMES)
+        if self.args.comm_timer:
+            waits = [ms / steps for ms in wait]
+            for key, ranks in zip(TIMES, (busy, exposed, waits), strict=True):
+                comm[key] = [round(ms, 3) for ms in ranks]
         record = {
             "step": step,
             "train/loss": math.fsum(share),
@@ -189,9 +191,7 @@ class Records:
             "train/lr": lr,
             "train/skipped": not math.isfinite(norm),
             "perf/step_ms": t.seconds * 1e3 / steps,
-            "perf/comm_ms": comm[0],
-            "perf/comm_exposed_ms": comm[1],
-            "perf/comm_wait_ms": comm[2],
+            **comm,
             "perf/data_ms": round(max(data), 3),
             "perf/toks_per_s": t.counts["tokens"] / t.seconds,
             "perf/label_toks_per_s": t.counts["labels"] / t.seconds,

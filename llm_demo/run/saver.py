@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,15 @@ from llm_demo.run import checkpoint_files
 from llm_demo.run.folder import last_checkpoint, published
 from llm_demo.run.lock import folder_gone
 from llm_demo.run.log import Log
+
+
+class Published(NamedTuple):
+    """A checkpoint that has just got its final name. Times in seconds."""
+
+    path: Path
+    size: int  # bytes of all ranks
+    seconds: float
+    stall: float  # how long training paused
 
 
 class Saver:
@@ -61,7 +71,7 @@ class Saver:
         # its own group: the writing thread communicates while the ranks train
         self.group = dist.new_group(backend="gloo", timeout=timeout())
         self.thread = self.problem = None
-        self.published = None  # a checkpoint that is to be logged
+        self.published: Published | None = None  # to be logged
         self.staged, self.meshes, self.reserving = {}, {}, None
         self.stop = False  # a signal has asked the run to stop
         if args.save and world.local_size < world.size:
@@ -263,19 +273,20 @@ class Saver:
 
     def _report(self) -> None:
         """Log the checkpoint, if the writing thread has just published one."""
-        if self.published:
-            (path, size, seconds, stall), self.published = self.published, None
-            record = {
-                "step": int(path.name[-8:]),
-                "save/bytes": size,
-                "save/seconds": round(seconds, 3),
-                "save/stall_s": round(stall, 3),
-            }
-            self.log.record(record)
-            self.log.say(
-                f"checkpoint: {path}, {size / 1e6:,.0f} MB in {seconds:.2f} s, training paused "
-                f"for {stall:.2f} s"
-            )
+        if not self.published:
+            return
+        done, self.published = self.published, None
+        record = {
+            "step": int(done.path.name[-8:]),
+            "save/bytes": done.size,
+            "save/seconds": round(done.seconds, 3),
+            "save/stall_s": round(done.stall, 3),
+        }
+        self.log.record(record)
+        self.log.say(
+            f"checkpoint: {done.path}, {done.size / 1e6:,.0f} MB in {done.seconds:.2f} s, training "
+            f"paused for {done.stall:.2f} s"
+        )
 
     def _reserve(self, tensors: dict) -> None:
         """Allocate memory for copies in the background, which takes seconds; pinned if they come
@@ -334,7 +345,8 @@ class Saver:
 
             on_all_ranks(show, self.world, self.group)
             now = time.perf_counter()
-            self.published = final, size, now - started, (training_resumed or now) - started
+            stall = (training_resumed or now) - started
+            self.published = Published(final, size, seconds=now - started, stall=stall)
         except (Exception, dcp.CheckpointException) as e:  # in a thread: reported at the next step
             problem = f"checkpoint {final} can't be written: {checkpoint_files.reason_of(e, part)}"
             self.problem = UserError(f"{problem}; {last_checkpoint(self.log.folder)}")
