@@ -3,6 +3,7 @@
 import math
 
 from llm_demo import memory
+from llm_demo.core.errors import UserError
 from llm_demo.machine.dist import from_rank0
 from llm_demo.memory import USABLE, Settings, fullest, settings_of
 from llm_demo.model.costs import experts_of, sizes_of
@@ -53,6 +54,21 @@ def fewest(args, config, compute, train, world) -> tuple[int, str]:
     if fitting and n > 1 and not args.reshard_after_forward:
         why += "; all on each rank with --reshard_after_forward may be faster"
     return n, why
+
+
+TOO_HIGH = 1.25  # by which the formula may be at most
+
+
+def refuse_replicas(args, config, compute, train, ranks: int, replicas: int) -> None:
+    """Raise UserError if a copy of the model on so many ranks surely does not fit."""
+    capacity = memory.capacity_of(args)
+    settings = settings_of_copy(args, compute, train, ranks)
+    needed = fullest(sizes_of(config), settings).total
+    if capacity and needed > TOO_HIGH * capacity:
+        raise UserError(
+            f"--replicas {args.replicas}: a copy on {ranks} GPU(s) needs about {needed:.0f} of "
+            f"{capacity:.0f} GiB on each: ask for fewer replicas than {replicas}"
+        )
 
 
 def choose_attention_kept(job, ranks: int, sharded: bool, spread: int):

@@ -25,6 +25,7 @@ from fsdp.build import build
 from fsdp.by_memory import (
     choose_attention_kept,
     choose_spread,
+    refuse_replicas,
     settings_of_copy,
 )
 from fsdp.sharding import (
@@ -75,6 +76,8 @@ def main() -> None:
         settings = settings_of_copy(args, compute, train, ranks, sharded, expert_parallel)
         job.log.say(report(peaks(sizes_of(config), settings) * layout.replicas, args))
         return
+    if layout.replicas > 1:
+        refuse_replicas(*job.planned(), layout.n_shards, layout.replicas)
     if job.open():
         run(job, Fsdp(job, layout))
 

@@ -501,3 +501,14 @@ def test_a_misspelt_variable_and_flags_of_other_trainers(tmp_path):
     done = start(ROOT / LAUNCHERS["fsdp"], "--learning_rate", "1", MAX_STEP="3")
     assert "warning: MAX_STEP is not a setting; did you mean MAX_STEPS?" in done.stderr
     assert "unknown argument --learning_rate; did you mean --lr?" in done.stderr
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_two_dashes_are_no_value(kind, record_property):
+    """Of any flag. argparse before 3.13 would make it []."""
+    parser = parsing.parser_of("", [*args.SHARED, *GROUPS[kind]], {})
+    names = [name for action in parser._actions for name in action.option_strings]
+    for name in names:
+        with pytest.raises(UserError, match=f"^{name}=--: -- is no value: set one behind =$"):
+            parser.parse_args([f"{name}=--"])
+    record_property("bad inputs", len(names))

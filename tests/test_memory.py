@@ -19,7 +19,7 @@ from transformers import LlamaConfig, Qwen2MoeConfig, Qwen3MoeConfig
 from bench.presets import name_of
 from bench.run import PEERS
 from fsdp import activations_on_host, host_adamw, lowrank, pieces
-from fsdp.by_memory import choose_spread
+from fsdp.by_memory import choose_spread, refuse_replicas
 from fsdp_pp import orders
 from llm_demo import memory
 from llm_demo.core.errors import UserError
@@ -371,6 +371,15 @@ def test_experts_are_spread_over_the_fewest_ranks_that_fit(monkeypatch):
         args = flags(device_memory_gb=float(gb), reshard_after_forward=False)
         assert choose_spread(args, config, BF16, FULL, world, log) == over
         assert why in said.pop()
+
+
+def test_copies_that_do_not_fit_are_refused(record_property):
+    record_property("bad inputs", 1)
+    config = load_config(ROOT / "models/qwen3-8b", 1024)
+    job = flags(replicas="all"), config, BF16, FULL
+    refuse_replicas(*job, 2, 2)  # two GPUs to a copy
+    with pytest.raises(UserError, match=r"copy on 1 GPU\(s\) needs .* fewer replicas than 4"):
+        refuse_replicas(*job, 1, 4)
 
 
 def test_when_attention_is_kept():
