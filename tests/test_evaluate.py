@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from conftest import TINY, refused, run
+from conftest import TINY, refused
 from test_families import MODELS as FAMILIES
 from test_parity import MODELS
 from tiny_tokenizer import packs_of
@@ -109,15 +109,17 @@ def test_no_answer_is_generated_if_none_is_shown(folder, monkeypatch, capsys):
     assert "answers" not in capsys.readouterr().err
 
 
-def test_the_command_writes_a_table_and_json(folder, tmp_path):
-    command = [sys.executable, "-m", "llm_demo.evaluate", *arguments(folder, "--out", tmp_path)]
-    done = run([*command, "--answer_regex", r"#### (-?[\d,.]+)", "--rows", "4"])
-    assert done.returncode == 0, done.stderr
+def test_the_command_writes_a_table_and_json(folder, tmp_path, monkeypatch, capsys):
+    flags = arguments(folder, "--out", tmp_path, "--rows", "4")
+    regex = ["--answer_regex", r"#### (-?[\d,.]+)"]
+    monkeypatch.setattr(sys, "argv", ["evaluate", *flags, *regex])
+    evaluate.main()
     found = json.loads((tmp_path / "evaluation.json").read_text())
     assert [m["files"][0]["exact"] for m in found["models"]] == [0.0, 0.0]
     assert found["models"][0]["files"][0]["exact_of"] == 4
     text = (tmp_path / "evaluation.md").read_text()
-    assert text in done.stdout and text.count("| x.jsonl |") == 2 and "0.0% of 4" in text
+    assert text in capsys.readouterr().out
+    assert text.count("| x.jsonl |") == 2 and "0.0% of 4" in text
     assert text.count("- expected: ") == 3 and "/tuned: " in text
 
 

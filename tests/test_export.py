@@ -215,15 +215,17 @@ def test_the_command_takes_a_run_and_says_what_is_wrong(tmp_path):
     assert again.dtype == torch.bfloat16
     for (name, p), (_, q) in zip(model.named_parameters(), again.named_parameters(), strict=True):
         assert torch.equal(p.bfloat16(), q), name
-    done = run([*command, folder, tmp_path / "out"])
-    assert done.returncode == 2 and "is not empty: choose another" in done.stderr
-    assert done.stderr.count("\n") == 1
     (tmp_path / "here").mkdir()
     done = run([*command, folder, "."], cwd=tmp_path / "here", PYTHONPATH=str(ROOT))
     assert (done.returncode, done.stderr) == (2, "error: . is the working folder: choose another\n")
-    (tmp_path / "here/auto").symlink_to(folder)
-    done = run([*command, "auto", "out"], cwd=tmp_path / "here", PYTHONPATH=str(ROOT))
-    assert done.returncode == 0, done.stderr
+
+
+def test_a_folder_named_auto_is_a_run(tmp_path, monkeypatch):
+    _, folder = trained(tmp_path / "auto", "tied")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["export", "auto", "out"])
+    command.main()
+    assert (tmp_path / "out/model.safetensors").is_file()
 
 
 def test_a_configuration_of_another_model_is_refused(tmp_path):
@@ -294,8 +296,6 @@ def test_upload_to_a_hub(tmp_path):
     server.shutdown()
     server.server_close()
     assert public.returncode == 2 and "it exists and is public" in public.stderr
-    gone = run([*command, tmp_path / "4", "--push_to_hub", "mine"], **env)
-    assert gone.returncode == 2 and f"{tmp_path}/4 is complete" in gone.stderr, gone.stderr
     assert done.returncode == 2 and f"{tmp_path}/2 is complete" in done.stderr
     assert len([line for line in done.stderr.splitlines() if line.startswith("error:")]) == 1
     assert Hub.repos["me/mine"] is False
@@ -340,7 +340,7 @@ from llm_demo.machine import dist
 from llm_demo.run import job as run
 
 def export(checkpoint, out, dtype):
-    time.sleep(5)
+    time.sleep(3.5)
     return "exported"
 
 def main():

@@ -1,13 +1,15 @@
 """What a run measures is what it serves: held-out answers, chat and transformers agree."""
 
 import json
-import subprocess
+import sys
 
 import pytest
 import torch
-from conftest import LAUNCHERS, environment, python, run
+from test_chat import talk
+from test_plan import alone  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from llm_demo import evaluate
 from llm_demo.data.labels import stop_tokens
 
 NO_THINKING = "enable_thinking is defined and enable_thinking is false"
@@ -42,7 +44,17 @@ ANSWERS = [f"It is {word}." for word in WORDS]
         (QWEN35, STYLE, "chat_template_kwargs", STYLED, "<think>\n"),
     ],
 )
-def test_answers_are_those_that_were_measured(template, flag, card, system, asked, tmp_path):
+def test_answers_are_those_that_were_measured(
+    template,
+    flag,
+    card,
+    system,
+    asked,
+    tmp_path,
+    alone,  # noqa: F811
+    monkeypatch,
+    capsys,
+):
     rows = zip(QUESTIONS, ANSWERS, strict=True)
     lines = [json.dumps({"question": q, "answer": a}) for q, a in rows]
     (tmp_path / "x.jsonl").write_text("\n".join(lines))
@@ -52,9 +64,7 @@ def test_answers_are_those_that_were_measured(template, flag, card, system, aske
         "--seq_len 64 --max_steps 60 --lr 5e-3 --micro_batch_size 4 --grad_accum_steps 1 "
         f"--no_pack_sequences --export fp32 {flag}"
     )
-    env = {"PYTHON": python(), "NPROC_PER_NODE": "1"}
-    done = run(["bash", LAUNCHERS["fsdp"], *flags.split()], cwd=tmp_path, **env)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    alone(*flags.split())
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["eval_exact"]["60"] == 1
 
@@ -78,16 +88,10 @@ def test_answers_are_those_that_were_measured(template, flag, card, system, aske
         told = tokenizer.decode(told[0, length:])
         assert asked + told == f"{BLOCK}{answer}<|im_end|>"
 
-    said = subprocess.run(
-        [python(), "-m", "llm_demo.chat", "run"],
-        input="\n".join(QUESTIONS),
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-    )
-    assert said.stdout.splitlines() == ANSWERS, said.stderr
+    said = talk(monkeypatch, capsys, "run", questions=QUESTIONS)
+    assert said.out.splitlines() == ANSWERS, said.err
 
-    command = [python(), "-m", "llm_demo.evaluate", "--models", "run/hf", "--data", "x.jsonl"]
-    told = run([*command, "--seq_len", "64"], cwd=tmp_path)
-    assert "| 100.0% |" in told.stdout, told.stderr
+    flags = "--models run/hf --data x.jsonl --seq_len 64".split()
+    monkeypatch.setattr(sys, "argv", ["evaluate", *flags])
+    evaluate.main()
+    assert "| 100.0% |" in capsys.readouterr().out
