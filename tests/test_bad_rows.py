@@ -12,7 +12,6 @@ from conftest import refused, run
 from tiny_tokenizer import data_of_a_run, first, golden, make_tokenizer, packs_of, skipped, write
 
 from llm_demo.core.errors import UserError
-from llm_demo.data import bad_rows
 from llm_demo.data.check import check_rows
 from llm_demo.flags.args import DataArgs
 
@@ -115,7 +114,7 @@ def test_the_first_row_may_be_bad(tmp_path):
         assert said[0] == f"data: {path}: prompt/completion (row 2), 3 rows"
 
 
-def test_reasons_are_few(tmp_path, monkeypatch):
+def test_reasons_are_few(tmp_path):
     roles = [{"messages": [{"role": f"role {n}", "content": "x"}]} for n in range(70)]
     turn = {"role": "user", "content": "hi"}
     places = [{"messages": [turn] * n + [turn | {"content": None}]} for n in range(5)]
@@ -124,8 +123,9 @@ def test_reasons_are_few(tmp_path, monkeypatch):
     counts = skipped(load(path, skip_bad_rows=True))
     assert counts["bad row: messages[…] must be text, not null"] == 5 and len(counts) == 51
     assert counts["bad row: for other reasons"] == 70 - 49
-    monkeypatch.setattr(bad_rows, "MOST", 60)
-    assert message_of(path).startswith(f"at least 60 bad rows, the first 10: {path}:1: messages[0]")
+    path = write(tmp_path / "many.jsonl", *roles * 15, good)
+    start = f"at least 1,000 bad rows, the first 10: {path}:1: messages[0]"
+    assert message_of(path).startswith(start)
 
 
 def test_nothing_but_bad_rows(tmp_path):

@@ -5,6 +5,7 @@ import fcntl
 import itertools
 import multiprocessing
 import os
+import shutil
 import time
 from collections import Counter
 from dataclasses import replace
@@ -19,7 +20,6 @@ from transformers import Qwen3Config
 
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import Slice, collate, order_rows, real_tokens, step_rows
-from llm_demo.data import packs as makers
 from llm_demo.data.packs import best_fit, describe_example, prompts_of
 from llm_demo.data.sources import heldout_beside
 from llm_demo.machine import cache
@@ -74,19 +74,11 @@ def test_packs_hold_every_document_once_with_its_labels(tmp_path, pack):
     else:
         assert len(packs) == len(TEXTS) and packs.max_docs == 2
         assert documents(packs) == expected
-
-
-def test_bounds_over_all_rows(tmp_path):
-    packs = load(write(tmp_path / "x.jsonl"))
-    rows = [packs.row(i)[2] for i in range(len(packs))]
-    assert packs.max_docs == max(map(len, rows))
+    assert packs.max_docs == max(len(packs.lengths(i)) for i in range(len(packs)))
+    ids, labels, lengths = packs.row(-1)  # of padding
+    assert set(ids.tolist()) == {260} and set(labels.tolist()) == {-100} and lengths == [32]
     with pytest.raises(IndexError):
         packs.row(len(packs))
-
-
-def test_empty_row(tmp_path):
-    ids, labels, lengths = load(write(tmp_path / "x.jsonl")).row(-1)
-    assert set(ids.tolist()) == {260} and set(labels.tolist()) == {-100} and lengths == [32]
 
 
 def test_eos_as_padding_is_learnt_in_documents_only(tmp_path):
@@ -95,9 +87,6 @@ def test_eos_as_padding_is_learnt_in_documents_only(tmp_path):
     )
     assert packs.documents.pad_id == 259
     assert packs.row(0)[1].tolist() == [98, 99, 259, -100, 101, 102, 103, 104, 259] + [-100] * 7
-
-
-def test_pad_falls_back_to_eos(tmp_path):
     assert load(write(tmp_path / "x.jsonl"), make_tokenizer(pad=None)).documents.pad_id == 259
 
 
@@ -360,17 +349,18 @@ def test_cache_folder_from_the_environment(tmp_path, monkeypatch):
         load(str(tmp_path / "x.jsonl"), cache_dir=str(tmp_path / "file"))
 
 
-def test_a_half_written_build_is_invisible(tmp_path, monkeypatch):
+def test_a_half_written_build_is_invisible(tmp_path):
     path = write(tmp_path / "x.jsonl")
+    load(path)
+    (folder,) = (tmp_path / "cache").iterdir()
+    shutil.rmtree(folder)
 
-    def killed(folder, *rest):
-        Path(folder, "tokens.int32").write_bytes(b"half")
+    def killed(built):
+        Path(built, "tokens.int32").write_bytes(b"half")
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(makers, "write_documents", killed)
-        with pytest.raises(KeyboardInterrupt):
-            load(path)
+    with pytest.raises(KeyboardInterrupt):
+        cache.build(str(folder), killed)
     assert os.listdir(tmp_path / "cache") == []
     (tmp_path / "cache/building-dead").mkdir()  # what a killed process leaves
     (tmp_path / "cache/building-dead/meta.json").write_text("{")
@@ -398,18 +388,19 @@ def test_what_killed_builds_have_left_is_removed(tmp_path):
     assert left == {*ages} - {f"{cache.BUILDING}dead", "building-old"}
 
 
-def test_the_slower_of_two_builders_uses_the_other_ones_packs(tmp_path, monkeypatch):
-    path, write_documents = write(tmp_path / "x.jsonl"), makers.write_documents
+def test_the_slower_of_two_builders_uses_the_other_ones_files(tmp_path):
+    folder = tmp_path / "cache/pack"
 
-    def overtaken(*arguments):
-        monkeypatch.setattr(makers, "write_documents", write_documents)
-        load(path)
-        write_documents(*arguments)
+    def write_as(who):
+        return lambda built: Path(built, "a").write_text(who)
 
-    monkeypatch.setattr(makers, "write_documents", overtaken)
-    packs = load(path)
-    assert len(documents(packs)) == len(TEXTS)
-    assert len(os.listdir(tmp_path / "cache")) == 1
+    def overtaken(built):
+        cache.build(str(folder), write_as("the faster one"))
+        write_as("the slower one")(built)
+
+    cache.build(str(folder), overtaken)
+    assert (folder / "a").read_text() == "the faster one" and cache.verified(str(folder))
+    assert os.listdir(tmp_path / "cache") == ["pack"]
 
 
 def _stats(path):
@@ -424,16 +415,15 @@ def test_another_process_hits_the_cache(tmp_path):
         assert pool.apply(_stats, [path]) == replace(stats, cache_hit=True)
 
 
-def test_describe_example(tmp_path, monkeypatch):
+def test_describe_example(tmp_path):
     packs = load(write_rows(tmp_path / "x.jsonl", {"prompt": "hi", "completion": "y\u00e9"}))
     text = "<S>user\nhi<E>\n<S>assistant\n⟦yé<E>⟧\n"
     assert describe_example(packs, make_tokenizer()) == text
 
-    text = TEXTS[12] * 3  # 15 letters, thrice, and the end
-    packs = load(write(tmp_path / "x.jsonl", [text]), seq_len=64)
-    monkeypatch.setattr("llm_demo.data.packs.SHOWN", 5)
-    first, last = describe_example(packs, make_tokenizer()).split("\n[... 36 tokens ...]\n")
-    assert first == f"{text[0]}⟦{text[1:5]}⟧" and last == f"⟦{text[-4:]}<E>⟧"
+    text = TEXTS[12] * 60  # 900 letters, and the end
+    packs = load(write(tmp_path / "x.jsonl", [text]), seq_len=1024)
+    first, last = describe_example(packs, make_tokenizer()).split("\n[... 101 tokens ...]\n")
+    assert first == f"{text[0]}⟦{text[1:400]}⟧" and last == f"⟦{text[-399:]}<E>⟧"
 
 
 def test_heldout_beside(tmp_path):

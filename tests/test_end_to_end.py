@@ -1,5 +1,6 @@
 """Both launchers as a user starts them: real processes, another folder, the bundled model."""
 
+import importlib.util
 import json
 import os
 import random
@@ -280,19 +281,16 @@ def test_one_process_for_a_debugger(first_runs, folder, tmp_path, monkeypatch):
     assert losses(folder / "one") == pytest.approx(losses(first_runs["fsdp"][1]), rel=bound)
 
 
-def test_other_data_flags(folder):
+def test_other_data_flags_and_tensorboard(folder):
     flags = ("--no_pack_sequences", "--train_on_prompt", "--eval_json", "none")
+    has_tensorboard = importlib.util.find_spec("tensorboard") is not None
+    if has_tensorboard:
+        flags += ("--report_to", "tensorboard")
     more = ("--train_json", "my data.jsonl", "--sample_tokens", "0", "--max_steps", "1")
     said = launch("fsdp", folder, *flags, *more, OUTPUT_DIR="unpacked").stdout
     assert "60 documents" in said and "in 60 rows" in said
     assert len(losses(folder / "unpacked")) == 1
-
-
-def test_tensorboard(folder):
-    pytest.importorskip("tensorboard")
-    flags = ("--train_json", "my data.jsonl", "--report_to", "tensorboard", "--sample_tokens", "0")
-    launch("fsdp", folder, *flags, "--max_steps", "1", OUTPUT_DIR="tb")
-    assert list((folder / "tb/tb").iterdir())
+    assert (folder / "unpacked/tb").exists() == has_tensorboard
 
 
 def test_the_readmes_recipe_killed_twice(folder, kind="pp"):
@@ -304,32 +302,30 @@ def test_the_readmes_recipe_killed_twice(folder, kind="pp"):
     ]
     (folder / "gsm8k.jsonl").write_text("\n".join(map(json.dumps, rows)))
     flags = (
-        "--train_json gsm8k.jsonl --input_key question --target_key answer --max_steps 12 "
+        "--train_json gsm8k.jsonl --input_key question --target_key answer --max_steps 8 "
         "--save_every 2 --output_dir gsm --resume auto --export fp32 --sample_tokens 0"
     ).split()
     env = {**os.environ, **SMALL, "GRAD_ACCUM_STEPS": "4", "PYTHON": python()}
     rng, log = random.Random(3), folder / "gsm.log"
-    for after in (3, 7):
+    for after in (3, 5):
         with open(log, "w") as out:
             process = subprocess.Popen(
                 ["bash", LAUNCHERS[kind], *flags], cwd=folder, env=env, stdout=out, stderr=out,
                 start_new_session=True,
             )  # fmt: skip
-        while f"step {after}/12" not in log.read_text():
+        while f"step {after}/8" not in log.read_text():
             assert process.poll() is None, log.read_text()[-2000:]
             time.sleep(0.05)
         time.sleep(rng.random())
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     said = launch(kind, folder, *flags).stdout
-    assert re.search(r"resume: .*step_\d+, after step (6|8|10)", said) and "step 5/12" not in said
-    assert [r["step"] for r in metrics(folder / "gsm") if "train/loss" in r] == [*range(1, 13)]
+    assert re.search(r"resume: .*step_\d+, after step (4|6)", said) and "step 3/8" not in said
+    assert [r["step"] for r in metrics(folder / "gsm") if "train/loss" in r] == [*range(1, 9)]
     shutil.rmtree(folder / "gsm/hf")  # as if killed after the last checkpoint
     (folder / "gsm/summary.json").unlink()
-    assert "nothing left" in launch(kind, folder, *flags, "--dry_run").stdout
-    assert not (folder / "gsm/hf").exists() and not (folder / "gsm/summary.json").exists()
     assert "nothing left to train" in launch(kind, folder, *flags).stdout
-    assert json.loads((folder / "gsm/summary.json").read_text())["steps"] == 12
+    assert json.loads((folder / "gsm/summary.json").read_text())["steps"] == 8
     command = [sys.executable, "-m", "llm_demo.evaluate", "--models", "gsm/hf", *flags[2:6]]
     done = run(
         [*command, "--data", "gsm8k.jsonl", "--rows", "5", "--max_new_tokens", "4",

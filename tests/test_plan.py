@@ -277,8 +277,11 @@ def test_early_stopping_ends_and_keeps_the_best(tmp_path, alone, capsys):
     assert "exported run/checkpoints/step_00000002" in said  # as good as that of step 4
     assert (tmp_path / "run/checkpoints/latest").read_text() == "step_00000004\n"
     assert (tmp_path / "run/summary.json").exists() and (tmp_path / "run/hf").is_dir()
-    alone(*flags, "1e-30", "--weight_decay", "0", "--resume", "auto")
-    assert "has stopped early (--early_stopping)" in capsys.readouterr().out
+    (tmp_path / "run/summary.json").unlink()  # as if killed before
+    for more, is_written in (("--dry_run", False), ("--no_dry_run", True)):
+        alone(*flags, "1e-30", "--weight_decay", "0", "--resume", "auto", more)
+        assert "has stopped early (--early_stopping)" in capsys.readouterr().out
+        assert (tmp_path / "run/summary.json").exists() == is_written
     alone(*flags, "1", "--overwrite", "--warmup_steps", "12")  # learns, then diverges
     said, found = capsys.readouterr().out, evals()
     best = min(found, key=found.get)

@@ -74,7 +74,6 @@ MASKED = {
     "completion_mask": ({"completion_mask": [0, 0, 0, 1, 1]}, IDS, [-100, -100, 8, 9, -100]),
     "assistant_masks": ({"assistant_masks": [0, 1, 0, 0, 1]}, IDS, [6, -100, -100, 9, -100]),
     "loss_mask": ({"loss_mask": [False, False, True, 1.0, 0]}, IDS, [-100, 7, 8, -100, -100]),
-    "null": ({"completion_mask": None, "labels": None}, IDS, [6, 7, 8, 9, -100]),
     "padded right": ({"attention_mask": [1, 1, 1, 0, 0]}, IDS[:3], [6, 7, -100]),
     "padded left": ({"attention_mask": [0, 0, 1, 1, 1]}, IDS[2:], [8, 9, -100]),
     "padded on both sides": ({"attention_mask": [0, 1, 1, 1, 0],
@@ -160,19 +159,9 @@ def test_pairs_of_columns_that_are_detected(tmp_path, keys):
         assert packs.documents.stats.files[0].used == {"context": 1}
 
 
-ROLES = [("User", "Assistant"), ("human", "model"), ("USER", "chatgpt"), (" user ", "bot")]
-
-
-@pytest.mark.parametrize("roles", ROLES)
-def test_roles_by_other_names(tmp_path, roles):
-    turns = [{"role": roles[0], "content": "hi"}, {"from": roles[1], "value": "yo"}]
-    packs = load(write(tmp_path / "x.jsonl", {"conversations": turns}))
-    assert first(packs) == golden(YO)
-
-
 OTHER_NAMES = {
     "system": ["developer"],
-    "user": ["human", "prompter"],
+    "user": ["human", "prompter", "USER", " user "],
     "assistant": ["gpt", "chatgpt", "model", "bot", "ai"],
     "tool": ["function", "ipython", "observation", "tool_response", "function_response"],
 }
@@ -371,9 +360,6 @@ BAD_ROWS = {
     "broken": ([GOOD, '{"prompt": \n'], [":2: broken JSON", "column 11"]),
     "control character": ([GOOD, '{"prompt": "a\tb"}\n'],
                           [":2: broken JSON: Invalid control character at column 14"]),
-    "open string": (['{"prompt": "a\n'], [":1: broken JSON: Unterminated string starting at col"]),
-    "array": (["[\n"], [":1: broken JSON"]),
-    "array in one line": (["[1]\n"], [":1: a row must be a JSON object, not [1]"]),
     "empty": (["\n"], ["is empty"]),
     "unknown shape": ([{"a": 1, "b": 2}],
                       [":1: unknown row format, keys: a, b", "messages", "--input_key"]),
@@ -381,10 +367,7 @@ BAD_ROWS = {
                     [":2: no 'prompt' or 'completion'", "keys: text", "prompt"]),
     "null": ([GOOD, {"prompt": "x", "completion": None}],
              [":2: completion must be text, not null"]),
-    "number": ([{"prompt": 1, "completion": "x"}], [":1: prompt must be text, not a number"]),
     "null content": ([messages(("user", None))], [":1: messages[0] must be text, not null"]),
-    "image": ([messages(("user", [{"type": "image"}]))],
-              [":1: messages[0] has a part of type 'image'"]),
     "empty picture": ([messages(("user", [PART, {"type": "image", "image": "a", "text": ""}]))],
                       [":1: messages[0] has a part of type 'image'"]),
     "part of reasoning": ([messages(("user", "x"), ("assistant", [PART | {"type": "reasoning"}]))],
@@ -416,10 +399,6 @@ BAD_ROWS = {
         [{"messages": [{"role": "assistant", "function_call": CALL | {"arguments": TWICE}}]}],
         [":1: messages[0]: the arguments of f must be a JSON object: an object has the key 'x'"],
     ),
-    "picture": ([{**GOOD, "images": ["a.jpg"]}], [":1: this row has 'images'", "leave such rows"]),
-    "picture of a turn": ([{"messages": [{"role": "user", "content": "<image>q",
-                                          "images": ["a.png"]}]}],
-                          [":1: messages[0] has 'images', but only text"]),
     "several choices": ([{"question": "q", "choices": ["a", "b"], "answer": "0"}],
                         [":1: unknown row format, keys: question, choices, answer"]),
     "one turn, text": ([{"role": "prompter", "text": "x"}],
@@ -450,10 +429,9 @@ def test_bad_rows_are_named(tmp_path, case):
     assert not list(tmp_path.glob("*.cache/*"))  # nothing half-built is left behind
 
 
-def test_the_first_row_decides_for_the_whole_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "ROWS_AT_A_TIME", 2)
-    path = write(tmp_path / "x.jsonl", GOOD, GOOD, {"text": "x"})
-    with pytest.raises(UserError, match=r":3: no 'prompt' or 'completion'"):
+def test_the_first_row_decides_for_the_whole_file(tmp_path):
+    path = write(tmp_path / "x.jsonl", *[GOOD] * build.ROWS_AT_A_TIME, {"text": "x"})
+    with pytest.raises(UserError, match=r":1001: no 'prompt' or 'completion'"):
         load(path)
 
 
@@ -529,14 +507,3 @@ def test_a_parquet_file_with_a_globs_characters_in_its_name(name, tmp_path):
 
     Dataset.from_dict({"prompt": ["a"]}).to_parquet(tmp_path / name)
     assert [row for _, row in read_rows(f"{tmp_path}/{name}")] == [{"prompt": "a"}]
-
-
-@pytest.mark.parametrize("kind", ["parquet", "csv"])
-def test_a_broken_table_is_named(kind, tmp_path):
-    path = tmp_path / f"x.{kind}"
-    path.write_bytes(b"")
-    with pytest.raises(UserError, match=f"x.{kind}"):
-        list(read_rows(str(path)))
-    path.write_bytes(b"PAR1 no table \xff\xfe" * 5)
-    with pytest.raises(UserError, match=f"x.{kind}"):
-        list(read_rows(str(path)))

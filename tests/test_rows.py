@@ -441,6 +441,9 @@ def test_arrays_and_compressed_files(tmp_path):
         "x.jsonl.gz": (files["d.jsonl.gz"][:-9], "x.jsonl.gz: damaged or truncated behind row"),
         "y.jsonl.gz": (b"no gzip", "y.jsonl.gz: damaged or truncated behind row 0"),
         "x.jsonl.zst": (files["e.jsonl.zst"][:-9], "x.jsonl.zst: damaged or truncated behind row"),
+        "y.parquet": (b"PAR1 no table \xff\xfe" * 5, "y.parquet: damaged or truncated behind"),
+        "z.parquet": (b"", "z.parquet: damaged or truncated behind row 0"),
+        "z.csv": (b"", "z.csv is empty"),
         "y.jsonl.zst": (b"no zstd at all", "y.jsonl.zst: damaged or truncated behind row 0"),
     }
     for name, (content, message) in bad.items():
