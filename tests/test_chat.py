@@ -114,38 +114,19 @@ def test_adapters_of_a_run_and_of_a_folder(tmp_path, alone, monkeypatch, capsys)
 
 CONFIGS = {  # what a stranger's adapter_config.json says: what is said of it
     "peft_type": ("IA3", 'peft_type "IA3" can\'t be applied exactly: merge'),
-    "r": ("x", 'invalid r: "x"'),
-    "r ": (-1, "invalid r: -1"),
-    "lora_alpha": ("x", 'invalid lora_alpha: "x"'),
-    "target_modules": (["nope"], "target_modules leaves out model.layers.0.self_attn.q_proj"),
-    "target_modules ": ("nope.*", "target_modules leaves out model.layers.0.self_attn.q_proj"),
-    "init_lora_weights": ("loftq", 'init_lora_weights "loftq" can\'t be applied exactly: merge'),
-    "init_lora_weights ": ("junk", 'init_lora_weights "junk" can\'t be applied'),
-    "layers_to_transform": ([99], r"layers_to_transform \[99\] can't be applied"),
-    "layer_replication": ([[0, 6]], r"layer_replication \[\[0, 6\]\] can't be applied"),
-    "modules_to_save": (["lm_head"], r'modules_to_save \["lm_head"\] can\'t be applied'),
-    "trainable_token_indices": ([10**9], "trainable_token_indices .* can't be applied"),
-    "task_type": ("junk", 'task_type "junk" can\'t be applied'),
-    "megatron_config": ({"a": 1}, "megatron_config .* can't be applied"),
     "base_model_name_or_path": (None, "adapter_config.json names no base: name it with --base"),
     "base_model_name_or_path ": ("~nobody-here/x", "no model at ~nobody-here/x"),
     "base_model_name_or_path  ": ("a\0b", r"no model at a\\x00b"),
 }
 FACTOR = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
 TENSORS = {  # what its file of tensors holds, beside or in place of what it should
-    "lora_B.weight is missing": {FACTOR.format(1, "B"): None},
-    r"has shape \[9, 8\], but rank 2 and this model imply \[\d+, 2\]": {
-        FACTOR.format(0, "B"): torch.zeros(9, 8)},
-    "embed_tokens.lora_A.weight is not a weight": {
-        "base_model.model.model.embed_tokens.lora_A.weight": torch.zeros(2, 8)},
-    "layers.9.self_attn.q_proj.lora_A.weight is not a weight": {
-        FACTOR.format(9, "A"): torch.zeros(1)},
     "layers.0.self_attn.q_proj.lora_A.weight is not finite": {
-        FACTOR.format(0, "A"): torch.full((2, 64), torch.nan)},
-    "x is not a weight of this model": "x",
+        FACTOR.format(0, "A"): torch.full((2, 64), torch.nan)
+    },
+    "x is not a weight of this model": {"x": torch.zeros(1)},
     "safetensors: .*header": b"junk",
     "adapter holds adapter_model.bin, but no adapter_model.safetensors": None,
-}  # fmt: skip
+}
 
 
 def test_an_adapter_of_a_stranger_is_one_line(tmp_path, monkeypatch, capsys, record_property):
@@ -176,10 +157,7 @@ def test_an_adapter_of_a_stranger_is_one_line(tmp_path, monkeypatch, capsys, rec
     file.write_text(json.dumps(says))
     for message, change in TENSORS.items():
         if isinstance(change, dict):
-            found = {n: t for n, t in (good | change).items() if t is not None}
-            save_file(found, tensors)
-        elif change == "x":
-            save_file({"x": torch.zeros(1)}, tensors)
+            save_file(good | change, tensors)
         elif change:
             tensors.write_bytes(change)
         else:
