@@ -250,8 +250,7 @@ def test_trained_weights_epochs_and_evaluation(folder):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="both nodes would take the first GPU")
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_nodes(kind, first_runs, folder):
+def test_two_nodes(first_runs, folder, kind="fsdp"):
     """Two launchers, as on two machines: global ranks decide, not local ones."""
     node = {"NNODES": "2", "NPROC_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port())}  # fmt: skip

@@ -756,8 +756,8 @@ def test_gsm8k_masks_decode_to_answer_and_stop_token():
     lines = (SHARED / "data/gsm8k/train.jsonl").read_text().splitlines()[:1000]
     rows = [json.loads(line) for line in lines]
     flags = DataArgs(input_key="question", target_key="answer")
-    row_format = detect_format(rows[0], "x:1", flags)
-    encoded = encode(codec, [to_record(row, row_format, "x:1") for row in rows])
+    row_format = detect_format(rows[0], flags)
+    encoded = encode(codec, [to_record(row, row_format) for row in rows])
     samples = [sample for sample, _ in encoded]
     for row, (ids, is_label) in zip(rows, samples, strict=True):
         assert tokenizer.decode(ids[is_label]) == row["answer"] + "<|im_end|>"

@@ -28,11 +28,11 @@ class BadRows:
     count: int = 0
     good: int = 0  # other rows
 
-    def add(self, error: UserError) -> None:
+    def add(self, where: str, error: UserError) -> None:
         self.count += 1
         self.may_skip &= not isinstance(error, Misread)
         if len(self.first) < NAMED:
-            self.first.append(str(error))
+            self.first.append(f"{where}: {error}")
 
     @property
     def full(self) -> bool:

@@ -77,7 +77,7 @@ class RowFormat(NamedTuple):
     why: str  # for the log
 
 
-def detect_format(row: dict, where: str, flags) -> RowFormat:
+def detect_format(row: dict, flags) -> RowFormat:
     """How to read a file, by its first row and the flags, a DataArgs. Raises UserError if they
     conflict or no format fits."""
     if flags.input_key:
@@ -95,11 +95,11 @@ def detect_format(row: dict, where: str, flags) -> RowFormat:
     found = _format_of(filled) or _format_of(row.keys())
     if found is None:
         keys = ", ".join(row) or "(none)"
-        raise UserError(f"{where}: unknown row format, keys: {keys}; accepted: {ACCEPTED}")
+        raise UserError(f"unknown row format, keys: {keys}; accepted: {ACCEPTED}")
     if found.format == "text" and isinstance(row.get("role"), str):
         raise UserError(
-            f"{where}: a row is one turn (role, text): collect the turns of each conversation in "
-            "one row, as a list under 'messages'"
+            "a row is one turn (role, text): collect the turns of each conversation in one row, as "
+            "a list under 'messages'"
         )
     return found
 
@@ -114,16 +114,6 @@ def _format_of(present) -> RowFormat | None:
     return None
 
 
-def to_record(row: dict, row_format: RowFormat, where: str, template: str | None = None) -> Record:
-    """Convert one row. Raises UserError for a missing key, an unknown role, or non-text content,
-    and Misread for marks of turns that contradict one another. template: the chat template;
-    Misread too for other keys that may exclude a turn, unless the template reads them."""
-    try:
-        return _to_record(row, row_format, template)
-    except UserError as error:
-        raise type(error)(f"{where}: {error}") from None
-
-
 def open_rows(
     rows: Iterator, place: str, flags, bad: BadRows, template: str | None = None
 ) -> tuple[RowFormat, Iterator[tuple[int, dict, Record | Bad]]]:
@@ -132,31 +122,31 @@ def open_rows(
     there is no good row to tell the format, after so many bad rows that `bad` is full, and for a
     file with nothing but bad rows.
 
-    rows: of read_rows; place: what stands before their numbers; flags: a DataArgs;
-    template: as in `to_record`."""
-    row_format, begin = _detect(rows, place, flags)
+    rows: of read_rows; place: what stands before their numbers; flags: a DataArgs; template: as in
+    `to_record`."""
+    begin = []
+    row_format = _detect(rows, begin, place, flags)
     rows = itertools.chain(begin, rows)
     return row_format, _records(rows, place, row_format, flags, bad, template)
 
 
-def _detect(rows: Iterator, place: str, flags) -> tuple[RowFormat, list]:
-    """(how a file is read, the rows that were read for that): as its first row tells, or the first
-    one that is in a known format."""
-    begin, bad, unknown = [], BadRows(False), None
+def _detect(rows: Iterator, begin: list, place: str, flags) -> RowFormat:
+    """How a file is read: as its first row tells, or the first one that is in a known format. Adds
+    the rows that are read for that to `begin`."""
+    bad, unknown = BadRows(False), None
     for n, row in itertools.islice(rows, TRIED):
         begin.append((n, row))
-        where = f"{place}{n}"
         if isinstance(row, Bad):
-            bad.add(UserError(f"{where}: {row}"))
+            bad.add(f"{place}{n}", UserError(row))
             continue
         try:
-            row_format = detect_format(row, where, flags)
+            row_format = detect_format(row, flags)
         except UserError as error:
-            unknown = unknown or error
+            unknown = unknown or UserError(f"{place}{n}: {error}")
             continue
         if len(begin) > 1 and row_format.why == "first row":
             row_format = row_format._replace(why=f"row {n}")
-        return row_format, begin
+        return row_format
     raise unknown or bad.error()
 
 
@@ -165,17 +155,16 @@ def _records(
 ) -> Iterator[tuple[int, dict, Record | Bad]]:
     skipped, good = BadRows(False), 0
     for n, row in rows:
-        where = f"{place}{n}"
         try:
             if isinstance(row, Bad):
-                raise UserError(f"{where}: {row}")
-            record = to_record(row, row_format, where, template)
+                raise UserError(row)
+            record = to_record(row, row_format, template)
         except UserError as error:
             if flags.skip_bad_rows and not isinstance(error, Misread):
-                skipped.add(error)
-                yield n, {}, short_reason(str(error).removeprefix(f"{where}: "))
+                skipped.add(f"{place}{n}", error)
+                yield n, {}, short_reason(str(error))
                 continue
-            bad.add(error)
+            bad.add(f"{place}{n}", error)
             if bad.full:
                 raise bad.error() from None
             continue
@@ -195,7 +184,10 @@ def keys_of(row: dict, row_format: RowFormat) -> tuple[list[str], list[str]]:
     return used, [key for key in row if key not in read and row[key] not in EMPTY]
 
 
-def _to_record(row: dict, row_format: RowFormat, template: str | None) -> Record:
+def to_record(row: dict, row_format: RowFormat, template: str | None = None) -> Record:
+    """Convert one row. Raises UserError for a missing key, an unknown role, or non-text content,
+    and Misread for marks of turns that contradict one another. template: the chat template;
+    Misread too for other keys that may exclude a turn, unless the template reads them."""
     keys, kind = row_format.keys, row_format.format
     missing = [key for key in keys if key not in row]
     if missing:

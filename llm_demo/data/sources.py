@@ -21,7 +21,7 @@ from tqdm.utils import CallbackIOWrapper
 from llm_demo.core.errors import UserError
 from llm_demo.data.bad_rows import Bad
 from llm_demo.machine.files import DECODER, digest
-from llm_demo.machine.text import counted, words_of
+from llm_demo.machine.text import blame, counted, words_of
 
 # searched for in a folder
 DATA_FILES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
@@ -183,10 +183,8 @@ def suffix_of(path: str) -> str:
 def content_of(source: str) -> str:
     """The SHA-256 of a file, or of all rows of a hub dataset, as hex digits. Raises UserError."""
     if not hub_parts(source):
-        try:
+        with blame(source, OSError):
             return digest(source)
-        except OSError as error:
-            raise UserError(f"cannot read {source}: {error.strerror}") from None
     hashed = hashlib.sha256()
     for rows in _hub_rows(source).iter(batch_size=1000):
         hashed.update(json.dumps(rows, default=str, sort_keys=True).encode())
@@ -213,7 +211,7 @@ def read_rows(path: str, bar=None) -> Iterator[tuple[int, dict | Bad]]:
             yield number, row
     except (OSError, ValueError, csv.Error, pyarrow.ArrowException) as error:
         if getattr(error, "errno", None):
-            raise UserError(f"cannot read {path}: {error.strerror}") from None
+            raise UserError(f"{path}: {error.strerror}") from None
         raise UserError(
             f"{path}: damaged or truncated behind row {number}: {words_of(error)}"
         ) from None
@@ -343,14 +341,8 @@ def _hub_rows(source: str):
     from datasets import load_dataset
 
     name, config, split = hub_parts(source)
-    try:
+    with blame(f"{source}, a dataset of the hub"):
         return load_dataset(name, config, split=split)
-    except Exception as error:  # from any of several libraries
-        reason = " ".join(str(error).split())[:300] or repr(error)
-        raise UserError(
-            f"{source}: not a local file, and loading it from the hub failed: {reason} "
-            "(a dataset is named id, id:split or id:configuration:split)"
-        ) from None
 
 
 def _of_table(row: dict) -> dict:

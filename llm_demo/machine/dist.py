@@ -121,7 +121,8 @@ def once_per_node(world: World, build: Callable):
 
     A UserError on one process is raised on all of them, so that none waits for a dead one."""
     if world.size == 1:
-        return build()
+        with process.refuse_unusable_paths():
+            return build()
     result, group = None, _patient_group()
     for turn in (world.local_rank == 0, world.local_rank != 0):
         error, errors = None, [None] * world.size
