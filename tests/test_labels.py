@@ -158,10 +158,12 @@ def one(record, tokenizer, **options):
     return ids.tolist(), shifted
 
 
+TALK = chat("hi", "yo", "b", "c")
+BOTH = PAIR + "⟦yo<E>⟧\n<S>user\nb<E>\n<S>assistant\n⟦c<E>⟧\n"
 MASKS = {
     # template, conversation, what it becomes
     "system prompt": (CHATML, chat("system:s", "hi", "yo"),
-                      "<S>system\ns<E>\n" + PAIR + "⟦yo<E>⟧\n"),
+        "<S>system\ns<E>\n" + PAIR + "⟦yo<E>⟧\n"),
     "three turns": (
         CHATML,
         chat("hi", "yo", "b", "bb", "c", "cc"),
@@ -170,65 +172,47 @@ MASKS = {
     ),
     "ends with a question": (CHATML, chat("hi", "yo", "b"), PAIR + "⟦yo<E>⟧\n<S>user\nb<E>\n"),
     "answer quoted in the question": (CHATML, chat("assistant\nyo", "yo"),
-                                      "<S>user\nassistant\nyo<E>\n<S>assistant\n⟦yo<E>⟧\n"),
+        "<S>user\nassistant\nyo<E>\n<S>assistant\n⟦yo<E>⟧\n"),
     "characters of several tokens at both ends": (CHATML, chat("hi", "\U0001f680é\U0001f680"),
-                                                  PAIR + "⟦\U0001f680é\U0001f680<E>⟧\n"),
+        PAIR + "⟦\U0001f680é\U0001f680<E>⟧\n"),
     "one blank answer": (CHATML, chat("hi", "", "b", "c"),
-                         PAIR + "<E>\n<S>user\nb<E>\n<S>assistant\n⟦c<E>⟧\n"),
-    "reasoning lost in an earlier turn": (
-        QWEN3,
-        chat("hi", "<think>\nr\n</think>\n\nyo", "b", "c"),
-        PAIR + "yo<E>\n<S>user\nb<E>\n<S>assistant\n⟦<think>\n\n</think>\n\nc<E>⟧\n",
-    ),
+        PAIR + "<E>\n<S>user\nb<E>\n<S>assistant\n⟦c<E>⟧\n"),
+    "reasoning lost in an earlier turn": (QWEN3, chat("hi", "<think>\nr\n</think>\n\nyo", "b", "c"),
+        PAIR + "yo<E>\n<S>user\nb<E>\n<S>assistant\n⟦<think>\n\n</think>\n\nc<E>⟧\n"),
     "spaces kept by the template": (CHATML, chat("hi", " yo "), PAIR + "⟦ yo <E>⟧\n"),
-    "empty think before the last answer": (
-        QWEN3,
-        chat("hi", "yo", "b", "c"),
-        PAIR + "⟦yo<E>⟧\n<S>user\nb<E>\n<S>assistant\n⟦<think>\n\n</think>\n\nc<E>⟧\n",
-    ),
+    "empty think before the last answer": (QWEN3, TALK,
+        PAIR + "⟦yo<E>⟧\n<S>user\nb<E>\n<S>assistant\n⟦<think>\n\n</think>\n\nc<E>⟧\n"),
     "reasoning in the answer": (QWEN3, chat("hi", "<think>\nr\n</think>\n\nyo"),
-                                PAIR + "⟦<think>\nr\n</think>\n\nyo<E>⟧\n"),
-    "an empty think that the template drops": (
-        QWEN3,
+        PAIR + "⟦<think>\nr\n</think>\n\nyo<E>⟧\n"),
+    "an empty think that the template drops": (QWEN3,
         chat("hi", "<think>\n\n</think>\n\nyo", "b", "c"),
-        PAIR + "⟦yo<E>⟧\n<S>user\nb<E>\n<S>assistant\n⟦<think>\n\n</think>\n\nc<E>⟧\n",
-    ),
+        PAIR + "⟦yo<E>⟧\n<S>user\nb<E>\n<S>assistant\n⟦<think>\n\n</think>\n\nc<E>⟧\n"),
     "an empty think that the row has itself": (QWEN3, chat("hi", "<think>\n\n</think>\n\nyo"),
-                                               PAIR + "⟦<think>\n\n</think>\n\nyo<E>⟧\n"),
+        PAIR + "⟦<think>\n\n</think>\n\nyo<E>⟧\n"),
     "reasoning_content": (QWEN3, chat("hi", "yo", reasoning_content="r"),
-                          PAIR + "⟦<think>\nr\n</think>\n\nyo<E>⟧\n"),
+        PAIR + "⟦<think>\nr\n</think>\n\nyo<E>⟧\n"),
     "tool call": (QWEN3, chat("hi", "", tool_calls=[{"function": {"name": "f"}}]),
-                  PAIR + "⟦<think>\n\n</think>\n\n[f]<E>⟧\n"),
-    "generation prompt opens think": (OPENS_THINK, chat("hi", "yo", "b", "c"),
-                                      PAIR + "⟦yo<E>⟧\n<S>user\nb<E>\n<S>assistant\n⟦c<E>⟧\n"),
-    "special tokens inside the answer": (
-        CHATML,
-        chat("hi", "<S>4<P> it is", "b", "<P>"),
-        PAIR + "⟦<S>4<P> it is<E>⟧\n<S>user\nb<E>\n<S>assistant\n⟦<P><E>⟧\n",
-    ),
+        PAIR + "⟦<think>\n\n</think>\n\n[f]<E>⟧\n"),
+    "generation prompt opens think": (OPENS_THINK, TALK, BOTH),
+    "special tokens inside the answer": (CHATML, chat("hi", "<S>4<P> it is", "b", "<P>"),
+        PAIR + "⟦<S>4<P> it is<E>⟧\n<S>user\nb<E>\n<S>assistant\n⟦<P><E>⟧\n"),
     "a call behind a special token": (SPECIAL_CALLS, call(arguments={"x": 1}),
-                                      PAIR + '⟦<B>[f] {"x": 1}<E>⟧\n'),
+        PAIR + '⟦<B>[f] {"x": 1}<E>⟧\n'),
     "text and a call": (AS_JSON, call(arguments={"x": 1}, content="so: "),
-                        PAIR + '⟦so: [f] {"x": 1}<E>⟧\n'),
+        PAIR + '⟦so: [f] {"x": 1}<E>⟧\n'),
     "arguments as an object": (AS_JSON, call(arguments=OSLO),
-                               PAIR + "⟦[f] " + json.dumps(OSLO, ensure_ascii=False) + "<E>⟧\n"),
-    "arguments as text, which the template wants": (
-        AS_TEXT,
-        call(arguments=OSLO),
-        PAIR + "⟦[f] " + json.dumps(OSLO, ensure_ascii=False) + "<E>⟧\n",
-    ),
+        PAIR + "⟦[f] " + json.dumps(OSLO, ensure_ascii=False) + "<E>⟧\n"),
+    "arguments as text, which the template wants": (AS_TEXT, call(arguments=OSLO),
+        PAIR + "⟦[f] " + json.dumps(OSLO, ensure_ascii=False) + "<E>⟧\n"),
     "arguments as text, not as Python writes them": (AS_PYTHON, call(arguments={"city": "Oslo"}),
-                                                     PAIR + '⟦[f] {"city": "Oslo"}<E>⟧\n'),
+        PAIR + '⟦[f] {"city": "Oslo"}<E>⟧\n'),
     "arguments one by one": (AS_XML, call(arguments={"city": "Oslo", "days": 2, "far": False}),
-                             PAIR + "⟦[f] <city>Oslo<days>2<far>False<E>⟧\n"),
-    "two assistant turns in a row": (
-        QWEN3,
+        PAIR + "⟦[f] <city>Oslo<days>2<far>False<E>⟧\n"),
+    "two assistant turns in a row": (QWEN3,
         Record([*chat("hi", "yo").messages, {"role": "assistant", "content": "so"}]),
-        PAIR + "⟦yo<E>⟧\n<S>assistant\n⟦<think>\n\n</think>\n\nso<E>⟧\n",
-    ),
-    "tools before the last question": (MISTRAL,
-                                       chat("hi", "yo", "b", "c")._replace(tools=[{"name": "f"}]),
-                                       "<S>hi</S>⟦ yo<E>⟧TOOLS<S>b</S>⟦ c<E>⟧"),
+        PAIR + "⟦yo<E>⟧\n<S>assistant\n⟦<think>\n\n</think>\n\nso<E>⟧\n"),
+    "tools before the last question": (MISTRAL, TALK._replace(tools=[{"name": "f"}]),
+        "<S>hi</S>⟦ yo<E>⟧TOOLS<S>b</S>⟦ c<E>⟧"),
     "calls before and after the last question": (
         MISTRAL,
         Record(
@@ -238,11 +222,8 @@ MASKS = {
         ),
         "<S>hi</S>⟦<B>f<E>⟧RESULT7</R><S>b</S>⟦ c<E>⟧TOOLS<S>hi</S>⟦<B>g<E>⟧",
     ),
-    "generation tags around all of the turn": (
-        TAGGED_WHOLE,
-        chat("hi", "y<P>o", "b", "c"),
-        "<S>user\nhi<E>\n⟦<S>assistant\ny<P>o<E>⟧\n<S>user\nb<E>\n⟦<S>assistant\nc<E>⟧\n",
-    ),
+    "generation tags around all of the turn": (TAGGED_WHOLE, chat("hi", "y<P>o", "b", "c"),
+        "<S>user\nhi<E>\n⟦<S>assistant\ny<P>o<E>⟧\n<S>user\nb<E>\n⟦<S>assistant\nc<E>⟧\n"),
     "generation tags that touch, of which one is context": (
         TAGGED_WHOLE.replace("<E>\n", "<E>"),
         Record(
@@ -268,58 +249,40 @@ MASKS = {
         call(),
         PAIR + "⟦f<E>⟧<S>bot<E>\n",
     ),
-    "generation tags of two turns in a row": (
-        TAGGED_WHOLE,
+    "generation tags of two turns in a row": (TAGGED_WHOLE,
         Record([*chat("hi", "yo").messages, {"role": "assistant", "content": "so"}]),
-        "<S>user\nhi<E>\n⟦<S>assistant\nyo<E>⟧\n⟦<S>assistant\nso<E>⟧\n",
-    ),
-    "a line break before the stop token": (CHATML.replace("'<E>\n' }}{% endfor",
-                                                          "'\n<P>' }}{% endfor"),
-                                           chat("hi", "yo"),
-                                           "<S>user\nhi\n<P><S>assistant\n⟦yo\n<P>⟧"),
+        "<S>user\nhi<E>\n⟦<S>assistant\nyo<E>⟧\n⟦<S>assistant\nso<E>⟧\n"),
+    "a line break before the stop token": (
+        CHATML.replace("'<E>\n' }}{% endfor", "'\n<P>' }}{% endfor"), chat("hi", "yo"),
+        "<S>user\nhi\n<P><S>assistant\n⟦yo\n<P>⟧"),
     "generation tags without the stop token": (
         TAGGED.replace("'<E>\n' }}{% endgen", "'' }}{% endgen").replace(
             "{% endgeneration %}", "{% endgeneration %}{{ '<E>\n' }}"
         ),
-        chat("hi", "yo", "b", "c"),
-        PAIR + "⟦yo<E>⟧\n<S>user\nb<E>\n<S>assistant\n⟦c<E>⟧\n",
+        TALK,
+        BOTH,
     ),
-    "the next role's token ends an answer": (ROLES, chat("hi", "yo", "b", "c"),
-                                             "<S>\nhi<B>\n⟦yo<S>⟧\nb<B>\n⟦c<S>⟧"),
+    "the next role's token ends an answer": (ROLES, TALK, "<S>\nhi<B>\n⟦yo<S>⟧\nb<B>\n⟦c<S>⟧"),
     "the next role's token, and nothing behind a question": (ROLES, chat("hi", "yo", "b"),
-                                                             "<S>\nhi<B>\n⟦yo<S>⟧\nb"),
-    "a tool's token ends a call": (
-        ROLES,
-        call_and_answer(),
-        "<S>\nhi<B>\n⟦[f]<P>⟧\n7<B>\n⟦so<S>⟧",
-    ),
+        "<S>\nhi<B>\n⟦yo<S>⟧\nb"),
+    "a tool's token ends a call": (ROLES, call_and_answer(), "<S>\nhi<B>\n⟦[f]<P>⟧\n7<B>\n⟦so<S>⟧"),
     "a tool's token ends the last call": (ROLES, call(), "<S>\nhi<B>\n⟦[f]<P>⟧"),
-    "a question behind a call": (
-        ROLES,
-        Record([*call().messages, *chat("b", "c").messages]),
-        "<S>\nhi<B>\n⟦[f]<S>⟧\nb<B>\n⟦c<S>⟧",
-    ),
+    "a question behind a call": (ROLES, Record([*call().messages, *chat("b", "c").messages]),
+        "<S>\nhi<B>\n⟦[f]<S>⟧\nb<B>\n⟦c<S>⟧"),
     "the next role's token behind a line break": (
-        ROLES.replace("m.content }}", "m.content + '\n' }}"),
-        chat("hi", "yo", "b", "c"),
-        "<S>\nhi\n<B>\n⟦yo\n<S>⟧\nb\n<B>\n⟦c\n<S>⟧",
-    ),
+        ROLES.replace("m.content }}", "m.content + '\n' }}"), TALK,
+        "<S>\nhi\n<B>\n⟦yo\n<S>⟧\nb\n<B>\n⟦c\n<S>⟧"),
     "nothing is added behind an empty answer": (ROLES, chat("hi", "yo", "b", ""),
-                                                "<S>\nhi<B>\n⟦yo<S>⟧\nb<B>\n"),
+        "<S>\nhi<B>\n⟦yo<S>⟧\nb<B>\n"),
     "an end between turns alone": (
         ROLES.replace("{% for c", "{{ '<E>' if m.role == 'assistant' and not loop.last }}{% for c"),
-        chat("hi", "yo", "b", "c"),
-        "<S>\nhi<B>\n⟦yo<E>⟧<S>\nb<B>\n⟦c<E>⟧",
-    ),
-    "generation tags, and the next role's token": (ROLES_TAGGED, chat("hi", "yo", "b", "c"),
-                                                   "<S>\nhi<B>\n⟦yo<S>⟧\nb<B>\n⟦c<S>⟧"),
+        TALK, "<S>\nhi<B>\n⟦yo<E>⟧<S>\nb<B>\n⟦c<E>⟧"),
+    "generation tags, and the next role's token": (ROLES_TAGGED, TALK,
+        "<S>\nhi<B>\n⟦yo<S>⟧\nb<B>\n⟦c<S>⟧"),
     "generation tags, and a token of calls": (
-        ROLES_TAGGED.replace("{% endgen", "{{ '' if m.tool_calls else '<E>' }}{% endgen"),
-        call(),
-        "<S>\nhi<B>\n⟦[f]<P>⟧",
-    ),
-    "generation tags": (TAGGED, chat("hi", "yo", "b", "c"),
-                        PAIR + "⟦yo<E>⟧\n<S>user\nb<E>\n<S>assistant\n⟦c<E>⟧\n"),
+        ROLES_TAGGED.replace("{% endgen", "{{ '' if m.tool_calls else '<E>' }}{% endgen"), call(),
+        "<S>\nhi<B>\n⟦[f]<P>⟧"),
+    "generation tags": (TAGGED, TALK, BOTH),
 }  # fmt: skip
 
 
@@ -338,33 +301,25 @@ NO_THINKING = {"enable_thinking": False}
 ASKED = {
     # template, conversation, options of Codec, what it becomes, remarks
     "an empty block": (QWEN3_PROMPT, chat("hi", "yo"), {}, PAIR + f"⟦{BLOCK}yo<E>⟧\n", {}),
-    "an earlier turn has no block": (
-        QWEN3_PROMPT, chat("hi", "yo", "b", "c"), {},
-        PAIR + f"⟦yo<E>⟧\n{NEXT}⟦{BLOCK}c<E>⟧\n", {},
-    ),
-    "the prompt opens the block, and ends inside a token": (
-        QWEN35, chat("hi", "yo"), {}, PAIR + "<think>\n⟦\n</think>\n\nyo<E>⟧\n", {},
-    ),
+    "an earlier turn has no block": (QWEN3_PROMPT, TALK, {},
+        PAIR + f"⟦yo<E>⟧\n{NEXT}⟦{BLOCK}c<E>⟧\n", {}),
+    "the prompt opens the block, and ends inside a token": (QWEN35, chat("hi", "yo"), {},
+        PAIR + "<think>\n⟦\n</think>\n\nyo<E>⟧\n", {}),
     "it does so twice": (
         QWEN35.replace(" and (loop.last or think)", ""), Record([*call().messages, TOOL, SO]), {},
         PAIR + "<think>\n⟦\n</think>\n\n[f]<E>⟧\n<S>tool\n7<E>\n<S>assistant\n"
         + "<think>\n⟦\n</think>\n\nso<E>⟧\n", {},
     ),
-    "the prompt opens the block of some reasoning": (
-        QWEN35, chat("hi", "yo", reasoning_content="r"), {},
-        PAIR + "<think>\n⟦r\n</think>\n\nyo<E>⟧\n", {},
-    ),
-    "an earlier turn has no block, but its prompt opened one": (
-        QWEN35, chat("hi", "yo", "b", "c"), {},
-        PAIR + f"⟦yo<E>⟧\n{NEXT}<think>\n⟦\n</think>\n\nc<E>⟧\n", {reasons.UNOPENED: 1},
-    ),
-    "the template writes no block at all": (
-        OPENS_THINK, chat("hi", "yo"), {}, PAIR + "⟦yo<E>⟧\n", {reasons.UNOPENED: 1},
-    ),
-    "the row asks without reasoning": (
-        QWEN35, chat("hi", "yo")._replace(chat_template_kwargs=NO_THINKING), {},
-        PAIR + f"{BLOCK}⟦yo<E>⟧\n", {},
-    ),
+    "the prompt opens the block of some reasoning": (QWEN35,
+        chat("hi", "yo", reasoning_content="r"), {}, PAIR + "<think>\n⟦r\n</think>\n\nyo<E>⟧\n",
+        {}),
+    "an earlier turn has no block, but its prompt opened one": (QWEN35, TALK, {},
+        PAIR + f"⟦yo<E>⟧\n{NEXT}<think>\n⟦\n</think>\n\nc<E>⟧\n", {reasons.UNOPENED: 1}),
+    "the template writes no block at all": (OPENS_THINK, chat("hi", "yo"), {}, PAIR + "⟦yo<E>⟧\n",
+        {reasons.UNOPENED: 1}),
+    "the row asks without reasoning": (QWEN35,
+        chat("hi", "yo")._replace(chat_template_kwargs=NO_THINKING), {}, PAIR + f"{BLOCK}⟦yo<E>⟧\n",
+        {}),
     "the row has its earlier reasoning kept": (
         PRESERVES,
         chat("hi", "<think>\nr\n</think>\n\nyo", "b", "c")._replace(
@@ -372,39 +327,27 @@ ASKED = {
         ),
         {}, PAIR + f"<think>\n⟦r\n</think>\n\nyo<E>⟧\n{NEXT}<think>\n⟦\n</think>\n\nc<E>⟧\n", {},
     ),
-    "the template has no such variable": (
-        CHATML, chat("hi", "yo")._replace(chat_template_kwargs=NO_THINKING), {},
-        PAIR + "⟦yo<E>⟧\n", {reasons.NO_VARIABLE: 1},
-    ),
+    "the template has no such variable": (CHATML,
+        chat("hi", "yo")._replace(chat_template_kwargs=NO_THINKING), {}, PAIR + "⟦yo<E>⟧\n",
+        {reasons.NO_VARIABLE: 1}),
     "answers alone": (QWEN35, chat("hi", "yo"), ANSWERS, PAIR + f"{BLOCK}⟦yo<E>⟧\n", {}),
-    "answers alone behind reasoning": (
-        QWEN3_PROMPT, chat("hi", "<think>\nr\n</think>\n\nyo"), ANSWERS,
-        PAIR + "<think>\nr\n</think>\n\n⟦yo<E>⟧\n", {reasons.WITH_REASONING: 1},
-    ),
-    "answers alone, an earlier one without the block": (
-        QWEN3_PROMPT, chat("hi", "yo", "b", "c"), ANSWERS,
-        PAIR + f"⟦yo<E>⟧\n{NEXT}{BLOCK}⟦c<E>⟧\n", {reasons.UNOPENED: 1},
-    ),
-    "answers alone, with only a closing tag": (
-        CHATML, chat("hi", "r</think>yo"), ANSWERS, PAIR + "r</think>⟦yo<E>⟧\n",
-        {reasons.ONLY_CLOSED: 1, reasons.WITH_REASONING: 1},
-    ),
+    "answers alone behind reasoning": (QWEN3_PROMPT, chat("hi", "<think>\nr\n</think>\n\nyo"),
+        ANSWERS, PAIR + "<think>\nr\n</think>\n\n⟦yo<E>⟧\n", {reasons.WITH_REASONING: 1}),
+    "answers alone, an earlier one without the block": (QWEN3_PROMPT, TALK, ANSWERS,
+        PAIR + f"⟦yo<E>⟧\n{NEXT}{BLOCK}⟦c<E>⟧\n", {reasons.UNOPENED: 1}),
+    "answers alone, with only a closing tag": (CHATML, chat("hi", "r</think>yo"), ANSWERS,
+        PAIR + "r</think>⟦yo<E>⟧\n", {reasons.ONLY_CLOSED: 1, reasons.WITH_REASONING: 1}),
     "a rendered prompt": (CHATML, chat(PAIR, "yo"), {}, PAIR + "⟦yo<E>⟧\n", {}),
-    "a rendered prompt, and the answer's end": (
-        CHATML, chat(PAIR, "yo<E>\n"), {}, PAIR + "⟦yo<E>⟧\n", {},
-    ),
-    "a rendered prompt that asks for no reasoning": (
-        QWEN35, chat(PAIR + BLOCK, "yo"), {}, PAIR + f"{BLOCK}⟦yo<E>⟧\n", {},
-    ),
+    "a rendered prompt, and the answer's end": (CHATML, chat(PAIR, "yo<E>\n"), {},
+        PAIR + "⟦yo<E>⟧\n", {}),
+    "a rendered prompt that asks for no reasoning": (QWEN35, chat(PAIR + BLOCK, "yo"), {},
+        PAIR + f"{BLOCK}⟦yo<E>⟧\n", {}),
     "a rendered prompt of marks": (TAGGED_WHOLE, chat(PAIR, "yo"), {}, PAIR + "⟦yo<E>⟧\n", {}),
-    "a rendered prompt, where no words ask": (
-        MISTRAL, chat("<S>hi</S>", " yo"), {}, "<S>hi</S>⟦ yo<E>⟧", {},
-    ),
-    "special tokens in a question and an answer": (
-        CHATML, chat("h<P>i", "yo", "b", "<B>"), {},
+    "a rendered prompt, where no words ask": (MISTRAL, chat("<S>hi</S>", " yo"), {},
+        "<S>hi</S>⟦ yo<E>⟧", {}),
+    "special tokens in a question and an answer": (CHATML, chat("h<P>i", "yo", "b", "<B>"), {},
         f"<S>user\nh<P>i<E>\n<S>assistant\n⟦yo<E>⟧\n{NEXT}⟦<B><E>⟧\n",
-        {reasons.SPECIALS_INSIDE: 1},
-    ),
+        {reasons.SPECIALS_INSIDE: 1}),
 }  # fmt: skip
 
 
@@ -570,25 +513,25 @@ def test_reasoning_as_context():
 RENDERED = labels.RENDERED.format(token="<S>")
 SKIPPED = {
     "reasoning lost in the only answer": (QWEN3, chat("hi", "<think>\nr\n</think>\n\nyo", "b"),
-                                          reasons.NO_REASONING),
+        reasons.NO_REASONING),
     "template changes the text": (CHATML.replace("m.content", "m.content | upper"),
-                                  chat("hi", "yo"), reasons.REWRITTEN),
+        chat("hi", "yo"), reasons.REWRITTEN),
     "tool call not rendered": (CHATML, chat("hi", "", tool_calls=[{"function": {"name": "f"}}]),
-                               labels.NO_CALLS),
+        labels.NO_CALLS),
     "a rendered prompt without its end": (CHATML, chat(PAIR[:-1], "yo"), RENDERED),
     "a rendered prompt behind another turn": (CHATML, chat("system:s", PAIR, "yo"), RENDERED),
     "the template's tokens in a question": (CHATML, chat("say <S>", "yo"), RENDERED),
     "stop token inside the answer": (CHATML, chat("hi", "a<E>b"), reasons.ENDS_INSIDE),
     "tags and dropped reasoning": (TAGGED, chat("hi", "yo", reasoning_content="r"),
-                                   reasons.NO_REASONING),
+        reasons.NO_REASONING),
     "a call and dropped reasoning": (SPECIAL_CALLS, call(content="so", reasoning_content="r"),
-                                     reasons.NO_REASONING),
+        reasons.NO_REASONING),
     "tags and a stop token inside": (TAGGED, chat("hi", "a<E>b"), reasons.ENDS_INSIDE),
-    "template adds to the reasoning": (QWEN3.replace("'<think>\n' + think",
-                                                     "'<think>\nand ' + think"),
-                                       chat("hi", "<think>\nr\n</think>\n\nyo"), reasons.REWRITTEN),
+    "template adds to the reasoning": (
+        QWEN3.replace("'<think>\n' + think", "'<think>\nand ' + think"),
+        chat("hi", "<think>\nr\n</think>\n\nyo"), reasons.REWRITTEN),
     "template writes another number": (AS_XML.replace("(v | string)", "(v | string) + '9'"),
-                                       call(arguments={"n": 1}), reasons.REWRITTEN),
+        call(arguments={"n": 1}), reasons.REWRITTEN),
     "a tag in prose": (QWEN3, chat("hi", "end with </think> please"), reasons.REWRITTEN),
     "template drops a turn whose text is elsewhere": (
         CHATML.replace("{{ '<S>' +", "{{ '' if m.role == 'tool' else '<S>' +"),
@@ -601,11 +544,11 @@ SKIPPED = {
     "half a surrogate pair in a name": (AS_JSON, call("\ud800"), labels.NO_TEXT),
     "stop token inside an argument": (AS_JSON, call(arguments={"x": "<E>"}), reasons.ENDS_INSIDE),
     "template adds to the text": (CHATML.replace("m.content + ", "m.content + '2' + "),
-                                  chat("hi", "4"), reasons.REWRITTEN),
+        chat("hi", "4"), reasons.REWRITTEN),
     "template cuts the arguments": (CUT, call(arguments={"x": 1, "y": 234567}), reasons.REWRITTEN),
     "template drops the text beside a call": (MISTRAL, call(content="so"), reasons.REWRITTEN),
     "only the next turn begins with a special token": (CHATML.replace("<E>", ""),
-                                                       chat("hi", "yo", "b"), reasons.UNSTOPPED),
+        chat("hi", "yo", "b"), reasons.UNSTOPPED),
     "generation tags around nothing": (
         TAGGED.replace("{{ m.content + '<E>\n' }}{% endgen", "{% endgen").replace(
             "{% endgeneration %}", "{% endgeneration %}{{ m.content + '<E>\n' }}"
@@ -621,9 +564,9 @@ SKIPPED = {
     "no answer": (CHATML, chat("hi"), labels.NOTHING),
     "no messages": (CHATML, Record([]), labels.NOTHING),
     "blank text": (CHATML, Record(None, text=" "), labels.NOTHING),
-    "tags and a rewritten answer": (TAGGED.replace("m.content + '<E>\n' }}{% endgen",
-                                                   "'x<E>\n' }}{% endgen"),
-                                    chat("hi", "yo"), reasons.REWRITTEN),
+    "tags and a rewritten answer": (
+        TAGGED.replace("m.content + '<E>\n' }}{% endgen", "'x<E>\n' }}{% endgen"), chat("hi", "yo"),
+        reasons.REWRITTEN),
 }  # fmt: skip
 
 
@@ -634,7 +577,7 @@ def test_skipped(case):
 
 
 def test_generation_tags_with_context_turns_and_with_untagged_turns():
-    record = chat("hi", "yo", "b", "c")._replace(context=frozenset({0, 1}))
+    record = TALK._replace(context=frozenset({0, 1}))
     expected = golden(PAIR + "yo<E>\n<S>user\nb<E>\n<S>assistant\n⟦c<E>⟧\n")
     assert one(record, make_tokenizer(TAGGED)) == expected
     last_only = TAGGED.replace("m.role == 'assistant'", "m.role == 'assistant' and loop.last")
@@ -692,8 +635,7 @@ PLAIN, WITH_BOS = {"template": None}, {"template": None, "bos": "<B>"}
 BOS_OF_TEMPLATE = {"template": LLAMA, "bos": "<B>"}
 TOKENIZERS = [
     # how a tokenizer is made, a conversation or text, what it becomes
-    (BOS_OF_TEMPLATE, chat("hi", "  yo\n"),  # trimmed by the template: fine
-     "<B><S>user\n\nhi<E><S>assistant\n\n⟦yo<E>⟧"),
+    (BOS_OF_TEMPLATE, chat("hi", "  yo\n"), "<B><S>user\n\nhi<E><S>assistant\n\n⟦yo<E>⟧"),
     (BOS_OF_TEMPLATE, Record(None, text="abc"), "<B>⟦abc<E>⟧"),
     (BOS_OF_TEMPLATE, Record(None, text="<B>abc"), "<B>⟦abc<E>⟧"),
     (PLAIN, chat("hi", "yo"), "hi\n⟦yo<E>⟧"),
@@ -704,7 +646,7 @@ TOKENIZERS = [
     ({"pad": "<E>"}, chat("hi", "yo"), PAIR + "⟦yo<E>⟧\n"),  # eos is learnt all the same
     # Llama 3's byte-level post-processor takes a token's leading space out of its offsets
     ({"post_processor": processors.ByteLevel(trim_offsets=True)}, chat("hi", " yo"),
-     PAIR + "⟦ yo<E>⟧\n"),
+        PAIR + "⟦ yo<E>⟧\n"),
 ]  # fmt: skip
 
 
