@@ -24,7 +24,7 @@ from llm_demo.core.errors import UserError
 from llm_demo.flags.parsing import PlainParser
 from llm_demo.machine.files import ROOT
 from llm_demo.machine.process import command
-from llm_demo.report import COLORS, PARTS
+from llm_demo.report import COLORS, PARTS_OF_A_STEP
 
 PLOTS = ROOT / "bench/plots"
 COLOR_OF = dict(zip(("fsdp", "pp", "fsdp_pp", "zero", "torchtitan", "trl"), COLORS, strict=True))
@@ -182,7 +182,7 @@ def split(axes, lines: list[tuple[str, dict | None]]) -> None:
     found = {i: shares(row["summary"]) for i, (_, row) in enumerate(lines) if row}
     timed = {i: parts for i, parts in found.items() if parts}
     left = np.zeros(len(timed))
-    for part, (_, color) in zip(SHARES, PARTS.values(), strict=True):
+    for part, (_, color) in zip(SHARES, PARTS_OF_A_STEP.values(), strict=True):
         widths = [parts[part] for parts in timed.values()]
         axes.barh([*timed], widths, 0.72, left, color=color, label=part)
         left += widths

@@ -72,7 +72,7 @@ def main() -> None:
     args = make_parser().parse_args()
     check(args)
     with tempfile.TemporaryDirectory() as work:
-        model, tokenizer = load(args, Path(work))
+        model, tokenizer = model_and_tokenizer(args, Path(work))
     sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # refused below, by line
     talk = sys.stdin.isatty()
     begin = [{"role": "system", "content": args.system}] if args.system else []
@@ -108,7 +108,7 @@ def questions(talk: bool) -> Iterator[str]:
         yield line
 
 
-def load(args, work: Path):
+def model_and_tokenizer(args, work: Path):
     """(the model, its tokenizer). work: a folder for files that are not needed later. Raises
     UserError."""
     given = path_of(args.model)

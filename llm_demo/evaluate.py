@@ -115,7 +115,7 @@ def data_flags(args) -> DataArgs:
     return DataArgs(pack_sequences=False, skip_bad_rows=None, **flags)
 
 
-def look(args) -> None:
+def look_at_data(args) -> None:
     """`check`, and the same for bad rows."""
     check(args)
     files, _ = find_files(args.data)
@@ -123,7 +123,7 @@ def look(args) -> None:
 
 
 if __name__ == "__main__":  # before the slow imports
-    early(lambda: make_parser().parse_args(), look)
+    early(lambda: make_parser().parse_args(), look_at_data)
 
 import numpy as np
 import torch
@@ -392,14 +392,14 @@ def answers_in_markdown(models: list[str], files: tuple[dict, ...]) -> list[str]
         of = f" of {names[0]}" if len(together) > 1 else ""
         for k, shown in enumerate(figures[0]["answers"]):
             lines += ["", f"**{name}, row {k + 1}{of}**"]
-            lines += ["", f"> prompt: {one_line(shown['prompt'])}"]
-            lines += ["", f"- expected: {one_line(shown['expected'])}"]
+            lines += ["", f"> prompt: {shortened(shown['prompt'])}"]
+            lines += ["", f"- expected: {shortened(shown['expected'])}"]
             for model, f in zip(names, figures, strict=True):
-                lines.append(f"- {model}: {one_line(f['answers'][k]['answer'])}")
+                lines.append(f"- {model}: {shortened(f['answers'][k]['answer'])}")
     return lines
 
 
-def one_line(text: str, most: int = 400) -> str:
+def shortened(text: str, most: int = 400) -> str:
     text = " ".join(printable(text).split())
     return text if len(text) <= most else f"{text[:most]} …"
 

@@ -26,22 +26,22 @@ from llm_demo.run.folder import (
     WARMUP,
     column,
     finite_of,
+    float_of,
     median,
-    number,
     peaks_of,
     read_run,
     skipped,
     status,
 )
 
-GROUPS = 150  # of steps in a long line: their median and range are drawn
+POINTS_OF_A_LINE = 150  # of steps in a long line: their median and range are drawn
 PAGE = Path(__file__).with_suffix(".html")  # the template
 MARKER = "<!-- llm_demo report -->"  # only files with this marker are replaced
 
 COLORS = ("#0072b2", "#d25500", "#00805c", "#a6478a", "#8a6a00", "#5b4fc4")
 DASHES = ("solid", (0, (5, 2)), (0, (1.5, 1.5)))  # used when colours run out
 MUTED, LINE = "#5a6675", "#dce0e6"
-PARTS = {  # of a step, in the order of the bars
+PARTS_OF_A_STEP = {  # of a step, in the order of the bars
     "compute": ("compute and idle", "#93a1b1"),
     "transfer": ("exposed transfer", "#3f77c8"),
     "waiting": ("exposed waiting", "#e0a023"),
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     try:
         refuse_other_file(args.out)
-        write_text(args.out.resolve(), page(read_runs(args.runs)))
+        write_text(args.out.resolve(), page_of(read_runs(args.runs)))
     except OSError as e:
         raise UserError(f"{e.filename or args.out}: {e.strerror}") from e
     print(f"report: {args.out}")
@@ -90,7 +90,7 @@ def new_chart(x_label: str, y_label: str = "", height: int = 250):
     axes = figure.subplots()
     axes.set(xlabel=x_label, ylabel=y_label)
     axes.locator_params(axis="x", nbins=6, integer=True)
-    axes.xaxis.set_major_formatter(lambda v, _: short(v, 6))
+    axes.xaxis.set_major_formatter(lambda v, _: short_number(v, 6))
     return figure, axes
 
 
@@ -106,7 +106,7 @@ def svg(figure: Figure, name: str) -> str:
 def plot_line(axes, run, x: list[float], y: list[float], name: str) -> None:
     """Draw a run's line; for a long one the median and range of each group of steps."""
     gid = f"{run.letter}-{name}"
-    size = math.ceil(len(y) / GROUPS)
+    size = math.ceil(len(y) / POINTS_OF_A_LINE)
     if size > 1:
         starts = range(0, len(y), size)
         x = x[::size]
@@ -157,7 +157,7 @@ def line_chart(runs: list, name: str, key: str, y_label: str) -> str:
         axes.set_ylim(0, max(values) * 1.06 or 1)
     elif 0 < min(values) < max(values) / 50:
         axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(lambda v, _: short(v, 6))
+    axes.yaxis.set_major_formatter(lambda v, _: short_number(v, 6))
     return svg(figure, name)
 
 
@@ -168,16 +168,18 @@ def split_chart(runs: list) -> str:
         return ""
     figure, axes = new_chart("milliseconds (median)", height=min(900, 115 + 16 * len(bars)))
     left, widest = np.zeros(len(bars)), max(parts["step"] for _, parts in bars)
-    for part, (name, color) in PARTS.items():
+    for part, (name, color) in PARTS_OF_A_STEP.items():
         widths = [parts[part] for _, parts in bars]
         drawn = axes.barh(range(len(bars)), widths, 0.72, left, color=color, label=name)
         for bar, (label, _) in zip(drawn, bars, strict=True):
             bar.set_gid(f"{label}-{part}")
         if len(bars) <= 16:
-            said = [short(width) if width > widest / 12 else "" for width in widths]
+            said = [short_number(width) if width > widest / 12 else "" for width in widths]
             axes.bar_label(drawn, said, label_type="center", fontsize=9)
         left += widths
-    figure.legend(loc="outside upper center", ncols=len(PARTS), frameon=False, fontsize=10)
+    figure.legend(
+        loc="outside upper center", ncols=len(PARTS_OF_A_STEP), frameon=False, fontsize=10
+    )
     named = range(0, len(bars), math.ceil(len(bars) / 50))
     axes.set_yticks(named, [bars[i][0].replace("-", " rank ") for i in named])
     axes.set_ylim(len(bars) - 0.4, -0.6)
@@ -186,7 +188,7 @@ def split_chart(runs: list) -> str:
     return svg(figure, "split")
 
 
-def short(n: float, digits: int = 3) -> str:
+def short_number(n: float, digits: int = 3) -> str:
     """1234 -> 1.23k; NaN -> a dash."""
     if not math.isfinite(n):
         return "–"
@@ -202,7 +204,7 @@ def decimal(n: float) -> str:
 
 
 def with_unit(n: float, unit: str) -> str:
-    return f"{short(n)} {unit}" if math.isfinite(n) else "–"
+    return f"{short_number(n)} {unit}" if math.isfinite(n) else "–"
 
 
 def same(run, first, keys: tuple) -> bool:
@@ -214,7 +216,7 @@ def facts(run, first) -> dict[str, object]:
     """How a run went, what it trained, and on what; what is empty or missing is shown as a dash.
     first: the run that others are compared with."""
     config, env = run.config, run.env
-    seconds = number(run.summary.get("seconds"))
+    seconds = float_of(run.summary.get("seconds"))
     return {
         "status": status(run),
         **facts_of_evals(run, first),
@@ -259,20 +261,22 @@ def facts_of_steps(run, first) -> dict[str, str]:
     step = median(run.steps, "perf/step_ms")
     speed = median(run.steps, "perf/toks_per_s")
     ratio = speed / (median(first.steps, "perf/toks_per_s") or math.nan)
-    said = short(speed)
+    said = short_number(speed)
     if run is not first and math.isfinite(ratio) and same(run, first, names_of("trained_on")):
         said += f" ({ratio:.2f} x {first.letter})"
     memory = peaks_of(last)
-    memory = [number(x) for x in memory] if isinstance(memory, list) else []
+    memory = [float_of(x) for x in memory] if isinstance(memory, list) else []
     if len(memory) > 8:
         memory = [max(memory)]
-    tokens, labels = (short(number(last.get(f"data/{k}"))) for k in ("tokens", "label_tokens"))
+    tokens, labels = (
+        short_number(float_of(last.get(f"data/{k}"))) for k in ("tokens", "label_tokens")
+    )
     return {
-        "training loss": decimal(number(last.get("train/loss"))),
+        "training loss": decimal(float_of(last.get("train/loss"))),
         "tokens per second": said,
         "step": f"{step:,.0f} ms" if step >= 100 else with_unit(step, "ms"),
         "MFU": with_unit(100 * median(run.steps, "perf/mfu"), "%"),
-        "peak memory": " / ".join(map(short, memory)) + " GiB" if memory else "",
+        "peak memory": " / ".join(map(short_number, memory)) + " GiB" if memory else "",
         "seen": f"{tokens} tokens, {labels} learnt",
         "skipped": f"{len(skipped(run)):,} of {len(run.steps):,} logged steps",
     }
@@ -299,7 +303,7 @@ HIDDEN = (
 UNUSED = {"None", "False", "0", "0.0", ""}
 
 
-def differences(runs: list) -> dict[str, list[str | None]]:
+def settings_that_differ(runs: list) -> dict[str, list[str | None]]:
     """The settings that differ, each with its text in every run; None where it is absent."""
     of_runs, found = [settings(run) for run in runs], {}
     keys = dict.fromkeys(key for one in of_runs for key in one)
@@ -311,7 +315,7 @@ def differences(runs: list) -> dict[str, list[str | None]]:
     return found
 
 
-def page(runs: list) -> str:
+def page_of(runs: list) -> str:
     """The whole page. A policy in its head forbids scripts and requests, whatever files say."""
     drawn = [run for run in runs if run.steps]
     with matplotlib.rc_context():
@@ -332,7 +336,7 @@ def page(runs: list) -> str:
         charts=drawn and charts,
         untimed=[run.letter for run in drawn if not run.parts],
         facts=[facts(run, runs[0]) for run in runs],
-        differences=differences(runs),
+        differences=settings_that_differ(runs),
         hidden=HIDDEN,
         now=f"{datetime.now():%Y-%m-%d %H:%M:%S}",
     )

@@ -270,10 +270,10 @@ def test_what_an_experiment_started_is_killed_with_it(tmp_path, monkeypatch):
         "time.sleep(600)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    job = processes.Job("a", {}, folder=tmp_path, module="starts")
+    job = processes.Trial("a", {}, folder=tmp_path, module="starts")
     while not job.file.with_name("pid").exists():
         time.sleep(0.02)
-    answers = processes.finish([job], 0.2)
+    answers = processes.answers_of_all([job], 0.2)
     assert answers == [{"problem": "no answer within 0 s", "hung": True}]
     child = Path(f"/proc/{job.file.with_name('pid').read_text()}/stat")
     deadline = time.monotonic() + 5
@@ -290,7 +290,7 @@ def test_every_value_received_is_compared(tmp_path, monkeypatch):
     imported = python(TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
     monkeypatch.setattr(sys, "executable", imported)
 
-    start = functools.partial(processes.Job, folder=tmp_path, module="check_faulty")
+    start = functools.partial(processes.Trial, folder=tmp_path, module="check_faulty")
     groups = [(0, 1), (2, 3), (0, 2)]  # two rounds
     results = processes.try_groups(groups, "cpu", start, tmp_path)
     assert results[0, 1]["wrong"] == {"send": 1, "all_reduce": 0, "all_gather_object": 0}
@@ -307,8 +307,8 @@ def test_what_is_measured_on_one_gpu(faked):
         "rates": {"device": "cpu", "seconds": 0.01, "size": 32},
         "kernels": {"device": "cpu", "rows": 8, "dtype": "bf16"},
     }
-    jobs = [processes.Job(*task, faked.root, TORCH_COMPILE_DISABLE="1") for task in tasks.items()]
-    rates, kernels = processes.finish(jobs)
+    jobs = [processes.Trial(*task, faked.root, TORCH_COMPILE_DISABLE="1") for task in tasks.items()]
+    rates, kernels = processes.answers_of_all(jobs)
     assert rates["rates"].keys() == {"fp32", "bf16", "fp16"} and min(rates["rates"].values()) > 0
     assert len(kernels["cases"]) == 2 and kernels["launch_us"] > 0
     for plain, faster, error in kernels["cases"].values():

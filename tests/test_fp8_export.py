@@ -24,7 +24,7 @@ from test_fp8_files import (
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.quantizers import AutoHfQuantizer
 
-from llm_demo.model.low_bits import quantised
+from llm_demo.model.low_bits import quantised_blocks
 from llm_demo.model.model_folder import describe_model, load_model, open_model
 from llm_demo.model.source import load_tokenizer
 from llm_demo.run import checkpoint_files
@@ -175,7 +175,7 @@ def test_the_formula():
     w[3] = 0
     tiny = torch.tensor(448 * 1.4 * 2.0**-149)  # its scale, 1.4 of the smallest number, is 1 of it
     w[5] = w[128:, 128:256] = tiny
-    numbers, scales = quantised(w)
+    numbers, scales = quantised_blocks(w)
     assert scales.dtype == torch.float32
     for i in range(2):
         for j in range(3):

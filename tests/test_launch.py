@@ -14,7 +14,7 @@ import psutil
 import pytest
 from conftest import ALONE, ROOT, SCRIPTS, flags_of, free_port, python, run, slow
 
-from llm_demo.launch.ranks import report
+from llm_demo.launch.ranks import exit_code_of
 
 KINDS = ("fsdp", "pp")
 
@@ -385,9 +385,9 @@ def test_one_dead_rank_ends_all_within_ten_seconds(script, tmp_path, how, code, 
 
 
 def test_the_rank_that_was_killed_is_named_not_those_it_left_behind(capsys):
-    assert report({0: 1, 1: 1, 2: -signal.SIGSEGV}) == 139
+    assert exit_code_of({0: 1, 1: 1, 2: -signal.SIGSEGV}) == 139
     assert capsys.readouterr().err == "error: rank 2 died of SIGSEGV\n"
-    assert report({3: 1, 5: 2}) == 1
+    assert exit_code_of({3: 1, 5: 2}) == 1
     assert capsys.readouterr().err == ""
 
 

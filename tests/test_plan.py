@@ -18,7 +18,7 @@ from llm_demo.core.errors import UserError
 from llm_demo.model.positions import window_of, without_window
 from llm_demo.model.source import load_config
 from llm_demo.options.lora import Lora
-from llm_demo.run.folder import settings_of
+from llm_demo.run.folder import settings_to_resume
 from llm_demo.run.job import best_of
 from llm_demo.run.plan import decide_seq_len, usual_lr
 
@@ -184,14 +184,14 @@ def test_a_run_goes_on_with_its_seq_len(tmp_path):
     (run / "checkpoints/step_00000001").mkdir(parents=True)
     (run / "config.json").write_text('{"seq_len": 1024}')
     for resume in ("auto", str(run), f"{run}/checkpoints/step_00000001"):
-        earlier = settings_of(resume, run)
+        earlier = settings_to_resume(resume, run)
         assert decide_seq_len(0, earlier) == (1024, ["seq_len: 1024 (from the resumed run)"])
     for seq_len, resume in (
         (64, "auto"),  # asked for: an error later if the rows are others
         (0, None),
         (0, f"{tmp_path}/nothing"),
     ):
-        assert decide_seq_len(seq_len, settings_of(resume, run)) == (seq_len, [])
+        assert decide_seq_len(seq_len, settings_to_resume(resume, run)) == (seq_len, [])
 
 
 # ------------------------------------------------------------------ small data, mixtures, an end

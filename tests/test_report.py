@@ -118,11 +118,11 @@ def test_bars_are_the_numbers_of_the_files(two):
     parts = {"A-0": (80, 15, 5), "B-0": (120, 25, 5), "B-1": (110, 35, 5)}
     unit = width("A-0-compute") / 80
     for name, expected in parts.items():
-        widths = [width(f"{name}-{part}") for part in report.PARTS]
+        widths = [width(f"{name}-{part}") for part in report.PARTS_OF_A_STEP]
         assert widths == pytest.approx(np.array(expected) * unit, abs=1e-3)
     said = [t.text for t in chart.iter(f"{SVG}text")]
     assert {"80", "15", "120", "25", "110", "35", "A rank 0", "B rank 1"} <= set(said)
-    assert {name for name, _ in report.PARTS.values()} <= set(said)
+    assert {name for name, _ in report.PARTS_OF_A_STEP.values()} <= set(said)
 
 
 def rows_of(part):
@@ -211,7 +211,7 @@ def test_waiting_behind_compute_counts_as_exposed_only_where_it_fits():
     for exposed, wait in ((20, 5), (20, 25), (0, 5), (120, 3)):
         keys = {"perf/comm_exposed_ms": [exposed] * 2, "perf/comm_wait_ms": [wait] * 2}
         for rank in parts(**keys):
-            assert sum(rank[part] for part in report.PARTS) == rank["step"] == 100
+            assert sum(rank[part] for part in report.PARTS_OF_A_STEP) == rank["step"] == 100
             assert rank["waiting"] == min(exposed, wait)
             assert min(rank.values()) >= 0
     untimed = {"perf/comm_exposed_ms": None, "perf/comm_wait_ms": None}  # as a run writes it
@@ -324,7 +324,7 @@ def test_a_long_run_is_a_small_page(tmp_path):
     first, last = line[0, 0], line[-1, 0]
     assert (top[0] - first) / (last - first) == pytest.approx(0.618, abs=5e-3)
     # the median is smooth, and where the loss is
-    assert 100 < len(line) <= report.GROUPS
+    assert 100 < len(line) <= report.POINTS_OF_A_LINE
     heldout = points(chart, "A-heldout")  # falls from 8 to 3
     scale = 5 / (heldout[-1, 1] - heldout[0, 1])
     losses = 8 - (line[:, 1] - heldout[0, 1]) * scale

@@ -455,7 +455,7 @@ def merge_into_it(model):
 
 def chat_with_it(model):
     flags = chat.make_parser().parse_args([str(model)])
-    chat.load(flags, model.parent / "work")
+    chat.model_and_tokenizer(flags, model.parent / "work")
 
 
 USES = (train_on, evaluate_it, fit_it, merge_into_it, chat_with_it)

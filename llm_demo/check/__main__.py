@@ -14,14 +14,23 @@ from functools import partial
 
 from llm_demo.check import lines
 from llm_demo.check.lines import ERROR, OK, WARNING
-from llm_demo.check.processes import LIMIT, MODULE, P2P_OFF, Job, failure, finish, tool, try_groups
+from llm_demo.check.processes import (
+    EXPERIMENTS,
+    LIMIT,
+    P2P_OFF,
+    Trial,
+    answers_of_all,
+    failure,
+    tool,
+    try_groups,
+)
 from llm_demo.flags.parsing import PlainParser, local
 from llm_demo.machine.files import ROOT
 from llm_demo.machine.process import command
 from llm_demo.machine.text import words_of
 
 
-def check(output_dir: str, tell: Callable, report=False, module=MODULE, limit=LIMIT) -> dict:
+def check(output_dir: str, tell: Callable, report=False, module=EXPERIMENTS, limit=LIMIT) -> dict:
     """Run every check in order; tell(*lines) is called as soon as the next lines are known.
 
     report: also ask for PyTorch's report on versions and drivers. module: of the experiments.
@@ -32,8 +41,8 @@ def check(output_dir: str, tell: Callable, report=False, module=MODULE, limit=LI
     tell(lines.packages())
     with tempfile.TemporaryDirectory(prefix="llm_demo_check_") as folder:
         # a cache of its own: runs remember which attention has worked, and here it is tried again
-        start = partial(Job, folder=folder, module=module, LLM_DEMO_CACHE=folder)
-        facts = {"torch": finish([start("torch_facts", {})])[0]}
+        start = partial(Trial, folder=folder, module=module, LLM_DEMO_CACHE=folder)
+        facts = {"torch": answers_of_all([start("torch_facts", {})])[0]}
         tell(lines.torch_build(facts["torch"], smi or ""))
         if report:  # what PyTorch asks for in every bug report
             facts["report"] = tool(sys.executable, "-m", "torch.utils.collect_env", limit=60)
@@ -44,7 +53,7 @@ def check(output_dir: str, tell: Callable, report=False, module=MODULE, limit=LI
 
 
 def experiments(facts: dict, start: Callable, folder: str, tell: Callable, limit: float) -> None:
-    """What PyTorch can do here. start(task, arguments) -> Job; the rest as in `check`."""
+    """What PyTorch can do here. start(task, arguments) -> Trial; the rest as in `check`."""
     devices = facts["torch"]["devices"]
     if facts["torch"]["left_out"]:  # as the launcher does
         tell((OK, "gpus", facts["torch"]["left_out"], ""))
@@ -56,18 +65,19 @@ def experiments(facts: dict, start: Callable, folder: str, tell: Callable, limit
         result = try_groups([(0, 1)], "cpu", start, folder, limit)[0, 1]
         facts["pairs"] = [{"pair": (0, 1), "result": result}]
         tell(lines.group_line("pair", result))
-    facts["choices"] = finish([start("choices", {})])[0]
-    tell(*answered("attention", facts["choices"], tell).get("lines", ()))
+    facts["choices"] = answers_of_all([start("choices", {})])[0]
+    tell(*usable("attention", facts["choices"], tell).get("lines", ()))
     if devices:
         dtype = facts["torch"]["dtype"]
-        facts["kernels"] = finish([start("kernels", {"device": "cuda:0", "dtype": dtype})])[0]
-        speed = answered("kernels", facts["kernels"], tell)
+        trial = start("kernels", {"device": "cuda:0", "dtype": dtype})
+        facts["kernels"] = answers_of_all([trial])[0]
+        speed = usable("kernels", facts["kernels"], tell)
         if speed:
             tell(*lines.kernel_lines(speed, devices[0]["peak"][dtype]))
             tell(lines.host_line(speed["launch_us"]))
 
 
-def answered(name: str, answer: dict, tell: Callable) -> dict:
+def usable(name: str, answer: dict, tell: Callable) -> dict:
     """An experiment's answer; {} after a line about it if it failed."""
     if "problem" not in answer:
         return answer
@@ -80,7 +90,7 @@ def check_gpus(facts: dict, start: Callable, folder: str, tell: Callable, limit:
     devices, links = facts["torch"]["devices"], facts["torch"]["links"]
     everyone = tuple(range(len(devices)))
     jobs = [start("rates", {"device": f"cuda:{i}"}) for i in everyone]
-    for gpu, answer in zip(devices, finish(jobs), strict=True):
+    for gpu, answer in zip(devices, answers_of_all(jobs), strict=True):
         gpu |= answer
     tell(*(lines.gpu_line(i, devices) for i in everyone))
     pairs = list(itertools.combinations(everyone, 2))

@@ -19,9 +19,9 @@ from llm_demo.machine.files import ROOT
 from llm_demo.machine.process import LIBC, PARENT
 from llm_demo.machine.text import words_of
 
-MODULE = "llm_demo.check.experiments"
+EXPERIMENTS = "llm_demo.check.experiments"
 LIMIT = 30  # seconds for a group of processes, imports included
-GRACE = 5  # seconds for the others once one has failed, for which they may wait
+AFTER_FAILURE = 5  # seconds for the others once one has failed, for which they may wait
 P2P_OFF = "NCCL_P2P_DISABLE"
 
 
@@ -58,10 +58,12 @@ def tool(*command: str, limit: float = 15) -> str | None:
     return "" if process.returncode else output
 
 
-class Job:
+class Trial:
     """A process that runs one experiment and writes its answer to a file, as JSON."""
 
-    def __init__(self, task: str, arguments: dict, folder: str, module: str = MODULE, **env: str):
+    def __init__(
+        self, task: str, arguments: dict, folder: str, module: str = EXPERIMENTS, **env: str
+    ):
         """task: a function of `module`. env: further environment variables."""
         self.file = Path(tempfile.mkdtemp(dir=folder)) / "answer"
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -97,13 +99,13 @@ class Job:
         return {"problem": ": ".join([ending, *self.last_words()[-1:]])}
 
 
-def finish(jobs: list[Job], limit: float = 120) -> list[dict]:
+def answers_of_all(jobs: list[Trial], limit: float = 120) -> list[dict]:
     """The answers of jobs. Those that run longer than `limit` seconds, or than GRACE seconds after
     another one failed, are killed; their answer is a problem with "hung": True."""
     deadline = time.monotonic() + limit
     while any(job.process.poll() is None for job in jobs) and time.monotonic() < deadline:
         if any(job.process.returncode for job in jobs):
-            deadline = min(deadline, time.monotonic() + GRACE)
+            deadline = min(deadline, time.monotonic() + AFTER_FAILURE)
         time.sleep(0.05)
     hung = [job for job in jobs if job.process.poll() is None]
     for job in hung:
@@ -128,7 +130,7 @@ def rounds_of(groups: list[tuple]) -> list[list[tuple]]:
 def try_groups(groups: list, device: str, start: Callable, folder: str, limit=LIMIT) -> dict:
     """group -> result: what experiments.group returned, or a problem.
 
-    groups: tuples of indices. device: "cuda:{}" or "cpu". start(task, arguments) -> Job."""
+    groups: tuples of indices. device: "cuda:{}" or "cpu". start(task, arguments) -> Trial."""
     results = {}
     for at_once in rounds_of(groups):
         jobs = {}
@@ -143,16 +145,16 @@ def try_groups(groups: list, device: str, start: Callable, folder: str, limit=LI
                     "limit": 4 * limit,  # PyTorch's own, which would abort the process
                 }
                 jobs[group, index] = start("group", arguments)
-        answers = dict(zip(jobs, finish([*jobs.values()], limit), strict=True))
+        answers = dict(zip(jobs, answers_of_all([*jobs.values()], limit), strict=True))
         for group in at_once:
-            result = combine([answers[group, index] for index in group])
+            result = one_result([answers[group, index] for index in group])
             if "problem" in result:
                 result["log"] = [line for i in group for line in jobs[group, i].last_words()]
             results[group] = result
     return results
 
 
-def combine(answers: list[dict]) -> dict:
+def one_result(answers: list[dict]) -> dict:
     """One result from the answers of a group's processes."""
     failed = [answer for answer in answers if "problem" in answer]
     if failed:  # a process that hung may only have waited for one that failed

@@ -170,7 +170,7 @@ def launch(asked: Command) -> int:
         show(words)
     if line:
         print(line, flush=True)
-    return ranks.start(node, words)
+    return ranks.start_ranks(node, words)
 
 
 def show(words: list[str]) -> None:

@@ -139,7 +139,7 @@ class Ranks(StaticTCPRendezvous):
         return [process for process in self.processes.values() if process.poll() is None]
 
 
-def start(node, command: list[str]) -> int:
+def start_ranks(node, command: list[str]) -> int:
     """Run a script and its flags in all ranks of this node. Returns the exit code. Raises UserError
     if the ranks can't start."""
     ranks = Ranks(node)
@@ -158,7 +158,7 @@ def start(node, command: list[str]) -> int:
         run.run(args)
     except ChildFailedError as e:
         rank, failure = e.get_first_failure()
-        return report(ranks.failed or {rank: failure.exitcode})
+        return exit_code_of(ranks.failed or {rank: failure.exitcode})
     except SignalException as e:
         if {process.poll() for process in ranks.processes.values()} == {STOPPED}:
             return STOPPED
@@ -169,7 +169,7 @@ def start(node, command: list[str]) -> int:
     return 0
 
 
-def report(codes: dict[int, int]) -> int:
+def exit_code_of(codes: dict[int, int]) -> int:
     """The node's exit code from its failed ranks' codes; prints a line if no rank has."""
     # A rank killed by a signal printed nothing; its peers fail a moment later because of it.
     rank, code = min(codes.items(), key=lambda item: (item[1] > 0, item[0]))

@@ -16,7 +16,7 @@ from llm_demo.machine.process import read_text, regular
 from llm_demo.machine.text import blame
 
 # Keys of adapter_config.json that are read here, or change nothing for plain LoRA on linear layers
-READ = {
+ENTRIES = {
     "r",
     "lora_alpha",
     "use_rslora",
@@ -25,7 +25,7 @@ READ = {
     "lora_dropout",
     "base_model_name_or_path",
 }
-WITHOUT_EFFECT = {
+IGNORED_ENTRIES = {
     "auto_mapping",
     "eva_config",
     "exclude_modules",
@@ -90,7 +90,7 @@ def open_adapter(name: str) -> Adapter:
         )
     with blame(file):
         config = json.loads(read_text(file))
-        for problem in problems_of(config):
+        for problem in problems_of_adapter(config):
             raise ValueError(problem)
     tensors, metadata = header_of(folder)
     matches = [FACTOR.fullmatch(name) for name in tensors]
@@ -116,9 +116,9 @@ def ending(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def problems_of(config: dict) -> Iterator[str]:
+def problems_of_adapter(config: dict) -> Iterator[str]:
     """Why an adapter_config.json can't be applied exactly, if so."""
-    for key in config.keys() - READ - WITHOUT_EFFECT:
+    for key in config.keys() - ENTRIES - IGNORED_ENTRIES:
         value = config[key]
         on = value or type(value) is int  # 0 may be the first layer or token
         if value not in ALLOWED[key] if key in ALLOWED else on:

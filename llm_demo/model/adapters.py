@@ -25,7 +25,8 @@ from llm_demo.options.lora import Lora, matrices_of, target_of
 
 ALL = "all-linear"  # of --lora_targets; PEFT's name for it
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-MODULE = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")  # of a factor, in PEFT's files
+# of a factor, in PEFT's files
+FACTOR_NAME = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")
 
 
 def decide_lora(args, world: World, source, dtype: str) -> tuple[Lora | None, list[str]]:
@@ -138,7 +139,7 @@ def refuse_other_targets(
         if name in names and name not in here:
             raise UserError(f"{file}: target_modules has {name}, of which there is no factor")
     for factor in factors:
-        module = MODULE.fullmatch(factor)[1]
+        module = FACTOR_NAME.fullmatch(factor)[1]
         if not adapter.aims_at(module):
             raise UserError(
                 f"{file}: target_modules leaves out {module}, of which there is a factor"

@@ -10,7 +10,7 @@ from llm_demo.model.costs import experts_of, mixed_blocks
 from llm_demo.model.families import Family, family_of, is_mixture
 from llm_demo.model.low_bits import why_unread
 
-SIZES = (
+SIZE_KEYS = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -31,7 +31,7 @@ SIZES = (
     "linear_value_head_dim",
     "linear_conv_kernel_dim",
 )
-LARGEST = 1 << 24  # of the sizes
+LARGEST_SIZE = 1 << 24  # of the sizes
 MOST_BLOCKS = 1 << 12
 # rotary types that do not depend on max_position_embeddings: with random weights rows may be longer
 ANY_LENGTH = ("default", "linear", "llama3")
@@ -40,7 +40,7 @@ ANY_LENGTH = ("default", "linear", "llama3")
 def odd_sizes(sizes: dict) -> Iterator[str]:
     """What is wrong with these sizes of a configuration, by their keys."""
     for name, value in sizes.items():
-        most = MOST_BLOCKS if name == "num_hidden_layers" else LARGEST
+        most = MOST_BLOCKS if name == "num_hidden_layers" else LARGEST_SIZE
         if value is not None and (type(value) is not int or not 1 <= value <= most):
             yield f"{name} {str(value)[:80]} is not a positive number of at most {most:,}"
 
@@ -49,7 +49,7 @@ def problems_of(config) -> Iterator[str]:
     """Why a configuration of a known family can't be trained exactly, if so. Only the first is
     sure: it may be the cause of the next."""
     family = family_of(config)
-    names = [*SIZES]
+    names = [*SIZE_KEYS]
     if family.experts:
         names += ["n_routed_experts", "num_experts"]
         if family.experts.gated_share:
@@ -59,7 +59,7 @@ def problems_of(config) -> Iterator[str]:
         yield "num_attention_heads must be a multiple of num_key_value_heads"
     for name in family.multipliers:
         value = getattr(config, name)
-        if not 0 < value < LARGEST:
+        if not 0 < value < LARGEST_SIZE:
             yield f"{name} {value} is not a positive number"
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, name, None) is not None:
@@ -147,8 +147,8 @@ def problems_of_rope(config, family: Family) -> Iterator[str]:
         yield f"mrope_section {section} in rope_parameters is not three numbers"
     for name in ("factor", "original_max_position_embeddings"):
         value = rope.get(name)
-        if value is not None and not (isinstance(value, int | float) and 1 <= value < LARGEST):
-            yield f"{name} {value} in rope_parameters is not a number from 1 to {LARGEST:,}"
+        if value is not None and not (isinstance(value, int | float) and 1 <= value < LARGEST_SIZE):
+            yield f"{name} {value} in rope_parameters is not a number from 1 to {LARGEST_SIZE:,}"
     if kind == "longrope":
         LongRope(config)  # raises what transformers says
 

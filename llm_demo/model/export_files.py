@@ -23,7 +23,7 @@ from llm_demo.model.source import on_meta, read_config
 from llm_demo.model.weights_files import Weights, as_in_files, base_digest, in_files
 
 WEIGHTS = "model{suffix}.safetensors"
-READ = 1 << 30  # bytes of fp32 values read at once, or one tensor that has more
+READ_AT_ONCE = 1 << 30  # bytes of fp32 values read at once, or one tensor that has more
 
 
 class Values(NamedTuple):
@@ -41,7 +41,7 @@ class Described(NamedTuple):
     in_fp32: set[str]  # names of those that stay so whatever the dtype
 
 
-def described(folder: Path) -> Described:
+def described_model(folder: Path) -> Described:
     """The model of a run's saved configuration. Raises UserError for any problem with it."""
     with blame(folder / "config.json"):  # which may come from elsewhere
         config = read_config(folder)
@@ -185,7 +185,7 @@ def read_file(
         if weights & in_files({name: shape}).keys():
             needed[name] = torch.empty(shape, device="meta")
     tensors = {}
-    for names in in_shards(needed, READ).filename_to_tensors.values():
+    for names in in_shards(needed, READ_AT_ONCE).filename_to_tensors.values():
         tensors |= read_group(values, {name: shapes[name] for name in names}, kinds)
     return tensors
 

@@ -30,8 +30,8 @@ from llm_demo.options import four_bits
 from llm_demo.options.four_bits_library import library, need_library, pack
 
 E4M3 = torch.float8_e4m3fn
-LARGEST = torch.finfo(E4M3).max  # 448
-KIND = "F8_E4M3"  # safetensors' name of it
+LARGEST_E4M3 = torch.finfo(E4M3).max  # 448
+SAFETENSORS_E4M3 = "F8_E4M3"  # safetensors' name of it
 BLOCK = 128  # rows and columns of fp8 that share a scale
 SCALES = "_scale_inv"  # after a weight's name
 # `quantization_config` of exports in fp8, as published
@@ -168,18 +168,18 @@ def as_stored(name: str, values: torch.Tensor, kinds: dict[str, torch.dtype]) ->
     """{name: copy} of what a file holds of a weight. kinds: {name: dtype} there."""
     found = {name: values}
     if kinds.get(name) == E4M3 or name + SCALES in kinds:
-        found[name], found[name + SCALES] = quantised(values)
+        found[name], found[name + SCALES] = quantised_blocks(values)
     return {n: t.to(kinds[n], copy=True) for n, t in found.items() if n in kinds}
 
 
-def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantised_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(e4m3 numbers, fp32 scales) of a matrix in fp32, which blocks divide. A scale is the largest
     absolute value / 448, so that this becomes 448; of zeros it is 1.
 
     Values that were read get the numbers and scales that they were read from. In fp32, 448 x s is
     rounded, so the largest value / 448 may be the neighbour of s; then s restores all values."""
     w = weight.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
-    scales = w.abs().amax((1, 3), keepdim=True) / LARGEST
+    scales = w.abs().amax((1, 3), keepdim=True) / LARGEST_E4M3
     scales = torch.where(scales > 0, scales, 1.0)
     for to in (torch.inf, 0.0):
         other = scales.nextafter(torch.tensor(to))
@@ -189,7 +189,7 @@ def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _numbers(w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Clamped, since a rounded scale may be small: earlier versions of PyTorch make NaN of 465."""
-    return (w / scales).clamp_(-LARGEST, LARGEST).to(E4M3)
+    return (w / scales).clamp_(-LARGEST_E4M3, LARGEST_E4M3).to(E4M3)
 
 
 def _restores(w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -200,9 +200,10 @@ def _restores(w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------- 4 bits
 
 STATE = ".quant_state.bitsandbytes__"
-PARTS = (".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map")
-BESIDE = (*PARTS, f"{STATE}nf4")  # what a weight in 4 bits has beside it
-KINDS = dict(zip(("", *PARTS), ("U8", "U8", "F32", "F32", "F32"), strict=True))  # their types
+PARTS_OF_4_BITS = (".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map")
+BESIDE = (*PARTS_OF_4_BITS, f"{STATE}nf4")  # what a weight in 4 bits has beside it
+# their types
+KINDS = dict(zip(("", *PARTS_OF_4_BITS), ("U8", "U8", "F32", "F32", "F32"), strict=True))
 
 
 class Stored(NamedTuple):
@@ -263,7 +264,7 @@ def packed(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(bytes of a weight, its scales) for options.four_bits. Raises UserError if one is not
     finite, or a tensor has not as many elements as the weight's shape implies."""
-    group, *levels = (read(name + part).flatten() for part in PARTS[1:])
+    group, *levels = (read(name + part).flatten() for part in PARTS_OF_4_BITS[1:])
     scales = torch.cat([group, torch.tensor([stored.offset]), *levels])
     if not scales.isfinite().all():
         raise UserError(f"{name}: its scales are not finite (NaN or infinity): give another copy")

@@ -141,7 +141,7 @@ class Weights:
                     self.stored[name] = tuple(tensor.get_shape())
                     kinds[name] = tensor.get_dtype()
         self.bytes = sum(file.stat().st_size for file in set(self.files.values()))
-        fp8 = [name for name, kind in kinds.items() if kind == low_bits.KIND]
+        fp8 = [name for name, kind in kinds.items() if kind == low_bits.SAFETENSORS_E4M3]
         self.scales = low_bits.scales_of(fp8, self.stored, folder)
         for scales in self.scales.values():
             del self.stored[scales]
@@ -149,9 +149,9 @@ class Weights:
         for name, weight in self.packed.items():
             for part in low_bits.BESIDE:
                 del self.stored[name + part], kinds[name + part]
-            self.stored[name], kinds[name] = weight.shape, low_bits.KIND
+            self.stored[name], kinds[name] = weight.shape, low_bits.SAFETENSORS_E4M3
         for name, kind in kinds.items():
-            if kind not in (*FLOATS, low_bits.KIND):
+            if kind not in (*FLOATS, low_bits.SAFETENSORS_E4M3):
                 raise UserError(
                     f"{self.files[name]}: {name} is of type {kind}, not one of "
                     f"{', '.join(FLOATS)}: give a copy of the model in bf16"

@@ -17,7 +17,13 @@ from llm_demo.machine.files import write_text
 from llm_demo.machine.process import appearing, read_text
 from llm_demo.machine.text import blame, differences
 from llm_demo.model.adapters import factors_of
-from llm_demo.model.export_files import Values, described, merged, write_adapter, write_weights
+from llm_demo.model.export_files import (
+    Values,
+    described_model,
+    merged,
+    write_adapter,
+    write_weights,
+)
 from llm_demo.model.families import family_of
 from llm_demo.model.low_bits import fp8_config
 from llm_demo.model.model_folder import describe
@@ -97,7 +103,7 @@ def export(
     if merge or base:
         lora, weights = find_base(checkpoint, lora, base)
     with appearing(out) as part:
-        config, shapes, in_fp32 = described(model)
+        config, shapes, in_fp32 = described_model(model)
         held = factors_of(lora, shapes) if lora else shapes
         compare_shapes(checkpoint, weights_of(checkpoint), held, "by its configuration")
         values = Values(checkpoint, functools.partial(read_tensors, checkpoint))
@@ -181,7 +187,7 @@ def heldout_of(checkpoint: Path, facts: dict) -> str:
     return text
 
 
-def one_line(value) -> str:
+def card_text(value) -> str:
     """Text of a file for a model card. The file may be a stranger's."""
     text = " ".join(printable(str(value)).split())[:200]
     return text.encode("utf-8", "replace").decode() or "–"
@@ -189,16 +195,16 @@ def one_line(value) -> str:
 
 def plain(value) -> str:
     """As `one_line`, without Markdown: no code, link, table or entity of HTML."""
-    return re.sub("[\\\\<`*|&~\\[\\]]", lambda found: f"&#{ord(found[0])};", one_line(value))
+    return re.sub("[\\\\<`*|&~\\[\\]]", lambda found: f"&#{ord(found[0])};", card_text(value))
 
 
 def code(value) -> str:
     """As `one_line`, as code within a line."""
-    text = one_line(value).replace("`", "'").replace("<", "&lt;")
+    text = card_text(value).replace("`", "'").replace("<", "&lt;")
     return f"`{text}`"
 
 
-def settings_of(checkpoint: Path) -> dict:
+def settings_of_card(checkpoint: Path) -> dict:
     """A run's config.json. Raises UserError if it lacks what a card needs: it may come from
     elsewhere, or from an earlier version."""
     file = checkpoint.parent.parent / "config.json"
@@ -227,7 +233,7 @@ def shown_in(settings: dict) -> list[str]:
 def card(checkpoint: Path, name: str, lora: dict | None = None) -> str:
     """A model card with the run's own facts. lora: those of adapters, if it is one of them. Raises
     UserError if the run's configuration is not of this version."""
-    facts, settings = checked_facts(checkpoint), settings_of(checkpoint)
+    facts, settings = checked_facts(checkpoint), settings_of_card(checkpoint)
     base = Path(settings["model_name_or_path"]).name
     data = [Path(part.strip()).name for part in settings["train_json"].split(",")]
     parallelism = settings["parallelism"]

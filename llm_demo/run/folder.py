@@ -279,7 +279,7 @@ def read_run(folder: Path) -> SimpleNamespace:
     run = SimpleNamespace(folder=folder, notes=[], written="–")
     for name in ("config", "env", "summary"):
         path = folder / f"{name}.json"
-        content = parse(read_text(path)) if path.exists() else {}
+        content = json_of(read_text(path)) if path.exists() else {}
         if not isinstance(content, dict):
             run.notes.append(f"{name}.json could not be read")
             content = {}
@@ -299,7 +299,7 @@ def read_run(folder: Path) -> SimpleNamespace:
     return run
 
 
-def settings_of(resume: str | None, folder: Path) -> dict:
+def settings_to_resume(resume: str | None, folder: Path) -> dict:
     """config.json of the run that --resume names, which must have a seq_len; else {}. resume: a
     run, one of its checkpoints, "auto" for the run in `folder`, or None."""
     if not resume:
@@ -307,7 +307,7 @@ def settings_of(resume: str | None, folder: Path) -> dict:
     named = folder if resume == "auto" else Path(resume)
     for file in (named / "config.json", named.parent.parent / "config.json"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
-            settings = parse(read_text(file))
+            settings = json_of(read_text(file))
             if 8 <= int(settings["seq_len"]) <= MAX_INT:
                 return {**settings, "seq_len": int(settings["seq_len"])}
     return {}
@@ -317,7 +317,7 @@ def read_records(file: Path) -> tuple[list[tuple[str, dict]], int]:
     """([(line, its record)], number of lines without one) of a metrics.jsonl. Raises UserError for
     a pipe or a device, OSError if it can't be read."""
     lines = [line for line in read_text(file).split("\n") if line.strip()]
-    records = [(line, parse(line)) for line in lines]
+    records = [(line, json_of(line)) for line in lines]
     kept = [(line, record) for line, record in records if is_record(record)]
     return kept, len(lines) - len(kept)
 
@@ -328,7 +328,7 @@ def is_record(value) -> bool:
     return type(step) is int and 0 <= step < 2**53
 
 
-def parse(text: str):
+def json_of(text: str):
     """JSON, or None if it is truncated or invalid."""
     try:
         return json.loads(text)
@@ -336,14 +336,14 @@ def parse(text: str):
         return None
 
 
-def number(value) -> float:
+def float_of(value) -> float:
     """A float; NaN for anything else, infinity included."""
     usable = type(value) in (int, float) and abs(value) < 1e300
     return float(value) if usable else math.nan
 
 
 def column(records: list[dict], key: str) -> list[float]:
-    return [number(record.get(key)) for record in records]
+    return [float_of(record.get(key)) for record in records]
 
 
 def finite_of(values) -> list[float]:
@@ -364,7 +364,7 @@ def of_ranks(steps: list[dict], key: str) -> list[float]:
     """The same for each rank; empty if not recorded. After a resume with a different number of
     ranks, only those steps count."""
     lists = [r[key] for r in steps[WARMUP:] or steps if isinstance(r.get(key), list)]
-    ranks = [map(number, values) for values in lists if len(values) == len(lists[-1])]
+    ranks = [map(float_of, values) for values in lists if len(values) == len(lists[-1])]
     return [middle(values) for values in zip(*ranks, strict=True)]
 
 
@@ -399,8 +399,8 @@ def status(run) -> str:
     """Whether a run has finished, for the reader."""
     if not run.steps:
         return "no step logged yet"
-    last, wanted = run.steps[-1]["step"], number(run.config.get("max_steps"))
-    if number(run.summary.get("steps")) >= max(last, wanted):  # `last` if wanted is NaN
+    last, wanted = run.steps[-1]["step"], float_of(run.config.get("max_steps"))
+    if float_of(run.summary.get("steps")) >= max(last, wanted):  # `last` if wanted is NaN
         return f"finished, {last:,} steps"
     total = f" of {wanted:,.0f}" if wanted > 0 else ""
     return f"running or interrupted at step {last:,}{total}"

@@ -137,7 +137,7 @@ class Job:
             from_rank0(self.world, saver.describe)  # someone may have deleted model/
         export_last(self, best)
         if not ended:
-            finish(self, best)
+            end_run(self, best)
 
 
 def configuration_of(config) -> dict:
@@ -169,7 +169,7 @@ def run(job: Job, engine) -> None:
     best = log.decided(best_of(args, history.evals, newest))
     export_last(job, best)
     show_answers(job.plan, args.micro_batch_size, next_tokens=engine.next_tokens, log=log)
-    finish(job, best)
+    end_run(job, best)
 
 
 def check_disk(job: Job) -> None:
@@ -234,7 +234,7 @@ def export_last(job: Job, checkpoint: Path) -> None:
         log.say(from_rank0(job.world, write, long=True))
 
 
-def finish(job: Job, best: Path) -> None:
+def end_run(job: Job, best: Path) -> None:
     """Write summary.json, print the table row and the next commands, and close the log. best: the
     checkpoint to export."""
     log, history, seconds = job.log, job.records.history, job.timer.stop()

@@ -106,7 +106,7 @@ def take_folder(folder: Path, args, held: Lock | None) -> Lock:
     return Lock(folder, "a" if args.resume == "auto" else "x")
 
 
-def described(folder: Path) -> dict[str, bytes]:
+def content_of_run(folder: Path) -> dict[str, bytes]:
     """{name: content} of the files that describe a run: cmd.sh, config.json, env.json, model/."""
     files = [*map(folder.joinpath, ("cmd.sh", "config.json", "env.json")), *folder.glob("model/*")]
     return {str(file.relative_to(folder)): file.read_bytes() for file in files if file.is_file()}

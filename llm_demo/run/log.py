@@ -15,9 +15,9 @@ from llm_demo.machine.dist import from_rank0
 from llm_demo.machine.files import disk_full, finite, write_text
 from llm_demo.machine.secrets import without_given_secrets
 from llm_demo.machine.text import counted, progress
-from llm_demo.run.folder import choose_folder, describe_run, number, read_records
+from llm_demo.run.folder import choose_folder, describe_run, float_of, read_records
 from llm_demo.run.lock import (
-    described,
+    content_of_run,
     folder_gone,
     lock_folder,
     open_log,
@@ -120,7 +120,7 @@ class Log:
 
     def remember(self) -> None:
         """Keep what describes the run, to put it back. Rank 0."""
-        self.described = described(self.folder)
+        self.described = content_of_run(self.folder)
 
     def open(self, resumed_at: int) -> list[dict]:
         """Create the folder with config.json, env.json and cmd.sh. Every rank calls.
@@ -159,7 +159,7 @@ class Log:
         kept = [(line, r) for line, r in lines if r["step"] <= step] if step else []
         write_text(file, "".join(f"{line}\n" for line, _ in kept))
         return [
-            {**r, "train/loss": number(r["train/loss"])}  # null: it was not finite
+            {**r, "train/loss": float_of(r["train/loss"])}  # null: it was not finite
             for _, r in kept
             if "train/loss" in r and isinstance(r.get("perf/peak_mem_gb"), list)
         ]

@@ -45,7 +45,7 @@ def next_steps(folder: Path, args: Args, steps: int, best: Path, system: str = "
             asked = [f"--system={system}"] if system else []
             of_chat = shown(folder if of == steps else exported)
             lines.append(("chat", module("chat", of_chat, *asked)))
-        lines.append(("evaluate", evaluate(exported, args)))
+        lines.append(("evaluate", evaluate_command(exported, args)))
         if "NNODES" not in os.environ:  # else every node has its own command
             lines.append(("continue", resume(folder, "--max_steps", 2 * steps)))
     page = shown(folder / "report.html")
@@ -53,7 +53,7 @@ def next_steps(folder: Path, args: Args, steps: int, best: Path, system: str = "
     return [f"  {what + ':':<10}{line}" for what, line in lines]
 
 
-def evaluate(exported: Path, args: Args) -> str:
+def evaluate_command(exported: Path, args: Args) -> str:
     """The command to evaluate the exported model (and a base with weights) on held-out data, which
     is for the user to name where a run has none in a file."""
     base = args.model_name_or_path

@@ -44,7 +44,7 @@ from llm_demo.model.weights_files import fingerprint, refuse_other_adapters
 from llm_demo.options.lora import Lora
 from llm_demo.run.checkpoint_files import checked_facts, compare_shapes, find_checkpoint, weights_of
 from llm_demo.run.choices import Compute, decide_compute, refuse_for_model
-from llm_demo.run.folder import settings_of
+from llm_demo.run.folder import settings_to_resume
 from llm_demo.run.inputs import Sources, sources_of
 from llm_demo.run.log import Log
 
@@ -113,7 +113,7 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
     device, dtype = log.decided(prepare_device(args, world))
     sources = sources_of(args)
     same_on_all_nodes(world, same_flags(args, sources))
-    earlier = from_rank0(world, lambda: settings_of(args.resume, log.folder))
+    earlier = from_rank0(world, lambda: settings_to_resume(args.resume, log.folder))
     named = None if args.resume == "auto" else args.resume
     checkpoint = find_checkpoint(named, log.folder, world, log.say, tensors=False)
 
