@@ -84,6 +84,25 @@ class Stats:
         }
         return cls(**{**facts, **left_out, "files": files})
 
+    def count_bad(self, reason: str, file: int, row: int) -> None:
+        """Count a row that can't be read. Only the first reasons are counted apart."""
+        known = reason in self.skipped or len(self.skipped) < REASONS
+        _count_left_out(self.skipped, reason if known else OTHER_REASONS, file, row)
+
+    def count_turns(self, reasons: Counter, file: int, row: int) -> None:
+        """Count a row's turns that are not learnt, and remarks. reasons: as of labels.encode."""
+        for reason, turns in (+reasons).items():
+            kind = self.remarks if reason in REMARKS else self.turns
+            _count_left_out(kind, reason, file, row, turns)
+
+    def note_system(self, record: Record) -> None:
+        """Note the system prompt that a conversation begins with, if it is another one."""
+        system = ""
+        if record.messages and record.messages[0]["role"] == "system":
+            system = record.messages[0]["content"]
+        if system not in self.systems and len(self.systems) < 2:
+            self.systems.append(system)
+
     def first(self, rows: LeftOut) -> str:
         """ "first FILE:row", or "first FILE, row N" in tables and arrays."""
         path = self.files[rows.file].path
@@ -232,44 +251,35 @@ def _tokenise(
 ) -> Iterator[tuple[Sample, int, int]]:
     """Yield all documents, uncut, each with the numbers of its file and row."""
     size = sum(os.path.getsize(path) for path in files if not hub_parts(path))
-    marks = None if codec.train_on_prompt else codec.template  # see to_record
     bad = BadRows(flags.skip_bad_rows is False)
     with progress(what="tokenising", total=size, unit="B") as bar:
         for number, path in enumerate(files):
             place = f"{path}{place_of(path)}"
-            row_format, rows = open_rows(read_rows(path, bar), place, flags, bad, marks)
+            template = None if codec.train_on_prompt else codec.template  # see to_record
+            row_format, rows = open_rows(read_rows(path, bar), place, flags, bad, template)
             file = File(path, row_format.format, row_format.keys, row_format.why)
             stats.files.append(file)
-            while chunk := list(itertools.islice(rows, ROWS_AT_A_TIME)):
+            for chunk in iter(lambda rows=rows: list(itertools.islice(rows, ROWS_AT_A_TIME)), []):
                 file.rows += len(chunk)
-                for n, _, why in chunk:
-                    if isinstance(why, Bad):
-                        known = why in stats.skipped or len(stats.skipped) < REASONS
-                        _count_left_out(stats.skipped, why if known else OTHER_REASONS, number, n)
+                good = []
+                for n, row, record in chunk:
+                    if isinstance(record, Bad):
+                        stats.count_bad(record, number, n)
+                    else:
+                        good.append((n, row, record))
                 if bad.count:
                     continue  # only the other bad rows matter
-                chunk = [part for part in chunk if not isinstance(part[2], Bad)]
-                encoded = encode(codec, [record for _, _, record in chunk])
-                for (n, row, record), (sample, reasons) in zip(chunk, encoded, strict=True):
+                encoded = encode(codec, [record for _, _, record in good])
+                for (n, row, record), (sample, reasons) in zip(good, encoded, strict=True):
                     _count_keys(file, row, row_format, codec.template)
                     if isinstance(sample, str):
                         _count_left_out(stats.skipped, sample, number, n)
                         continue
-                    for reason, turns in (+reasons).items():
-                        kind = stats.remarks if reason in REMARKS else stats.turns
-                        _count_left_out(kind, reason, number, n, turns)
-                    system = _system_of(record)
-                    if system not in stats.systems and len(stats.systems) < 2:
-                        stats.systems.append(system)
+                    stats.count_turns(reasons, number, n)
+                    stats.note_system(record)
                     yield sample, number, n
     if bad.count:
         raise bad.error()
-
-
-def _system_of(record: Record) -> str:
-    """The system prompt that a conversation begins with, if there is one."""
-    first = record.messages[0] if record.messages else {"role": ""}
-    return first["content"] if first["role"] == "system" else ""
 
 
 def _count_left_out(
@@ -305,9 +315,12 @@ def _in_pieces(
 ) -> Iterator[tuple[Sample, int, int]]:
     """Yield documents of at most seq_len tokens, pieces of those in the flat files, as `_tokenise`
     does. A piece without anything to learn is left out."""
-    stats.cut, begin = Counter(), 0
-    for length, learnt, file, row in map(np.ndarray.tolist, documents.T):  # lazily
-        whole = Sample(*(part[begin : begin + length] for part in flat))
+    tokens, is_label = flat
+    stats.cut = Counter()
+    begin = 0
+    for document in documents.T:
+        length, learnt, file, row = document.tolist()
+        whole = Sample(tokens[begin : begin + length], is_label[begin : begin + length])
         begin += length
         if length <= seq_len:
             yield whole, file, row
@@ -317,15 +330,16 @@ def _in_pieces(
             continue
         pieces = []
         for at in range(0, seq_len if overlong == "truncate" else length, seq_len):
-            piece = Sample(*(part[at : at + seq_len].copy() for part in whole))
+            part = slice(at, at + seq_len)
+            piece = Sample(whole.ids[part].copy(), whole.is_label[part].copy())
             piece.is_label[0] = False  # nothing in its piece predicts it
             if piece.is_label.any():
                 pieces.append(piece)
-                learnt -= int(piece.is_label.sum())
-                length -= len(piece.ids)
-        if pieces:
-            stats.cut.update({overlong: 1, "tokens": length, "learnt": learnt})
-        else:
+        if not pieces:
             _count_left_out(stats.skipped, "nothing to learn within seq_len", file, row)
+            continue
+        lost = length - sum(len(piece.ids) for piece in pieces)
+        not_learnt = learnt - sum(int(piece.is_label.sum()) for piece in pieces)
+        stats.cut.update({overlong: 1, "tokens": lost, "learnt": not_learnt})
         for piece in pieces:
             yield piece, file, row
