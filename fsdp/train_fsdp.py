@@ -38,7 +38,7 @@ from fsdp.sharding import (
     set_sync,
     training_state,
 )
-from llm_demo.core.attention import make_documents
+from llm_demo.core.decoder import inputs_of
 from llm_demo.core.loop import score_rows
 from llm_demo.core.optim import (
     LossScale,
@@ -179,18 +179,17 @@ class Fsdp:
 
     def forward(self, batch, index, targets=None, answers=None) -> torch.Tensor:
         """DecoderLoss.forward of this rank's slice of the rows. index: of whole rows."""
-        part, shape = self.layout.part, tuple(batch.input_ids.shape)
-        attn_impl = self.job.plan.compute.attn_impl
-        documents = make_documents(batch.cu_seqlens, shape, attn_impl, self.device)
-        positions = batch.position_ids
-        if self.layout.tensor_parallel == 1:  # else attention is given whole rows
-            positions = part.of_rows(positions)
-        inputs = part.of_rows(batch.input_ids), positions
-        if part.count > 1:
-            ours, index = part.of_positions(index, shape[1])
-            targets, answers = (x if x is None else x[ours] for x in (targets, answers))
-        labels = to_device(self.device, index, targets, answers)
-        return self.model(*to_device(self.device, *inputs), documents, *labels)
+        inputs = inputs_of(
+            batch,
+            index,
+            targets,
+            answers,
+            attn_impl=self.job.plan.compute.attn_impl,
+            device=self.device,
+            part=self.layout.part,
+            whole_positions=self.layout.tensor_parallel > 1,
+        )
+        return self.model(*inputs)
 
     def batches_of(self, rows):
         over, micro = (self.layout.dp_rank, self.layout.data_parallel), self.args.micro_batch_size

@@ -1,34 +1,82 @@
 """Builds the pieces of the model that a stage holds: made, sharded, filled with weights."""
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from transformers import PreTrainedModel
 
-from fsdp.fsdp2 import reduce_traffic
 from fsdp.sharding import Shards, precision, shard_units, sum_not_average
+from fsdp_pp.orders import stages_of
 from llm_demo.core.decoder import DecoderLoss, allocate, fill, make_units
 from llm_demo.core.experts import blocks_with_experts, keep_part, kept_in_fp32
 from llm_demo.core.masters import Masters
-from llm_demo.core.mesh import SHARD, SPLIT
+from llm_demo.core.mesh import SHARD, SPLIT, STAGE, World, make_mesh, make_part_mesh
+from llm_demo.core.rows import Slice
+from llm_demo.flags.args import Args
 from llm_demo.machine.dist import timeout
 from llm_demo.model.costs import param_count, unit_sizes
-from llm_demo.model.weights_files import loading
-from llm_demo.options.tensor import keep_share
-from llm_demo.run.choices import compiles_adamw, decoder_of, give_fp8
+from llm_demo.model.weights_files import Weights, loading
+from llm_demo.run.choices import Compute, compiles_adamw, decoder_of, give_fp8
+from llm_demo.run.log import Log
+from llm_demo.run.plan import Plan
 
 
-def build(job, layout, counts: list[int]) -> tuple:
-    """Build the pieces of this rank's stage, and nothing else: (Pieces, the Shards or Masters to
-    optimize, parameters of the whole model, whether AdamW is compiled).
+class StageLayout(NamedTuple):
+    """The ranks of a run: stages, and the shards of each."""
 
-    counts: blocks of each piece of the model. job: a run.Job that is open. layout: the script's."""
-    args, world, log, grid = job.args, job.world, job.log, layout.grid
-    config, weights, compute = job.plan.source.config, job.plan.source.weights, job.plan.compute
-    low, accumulates = compute.dtype != torch.float32, args.grad_accum_steps > 1
-    sharded = layout.n_shards > 1
-    flat = low and not sharded
+    where: list[int]  # the stage of each piece of the model
+    n_shards: int  # of a stage
+    stage: int  # of this rank
+    shard: int
+    ranks: torch.Tensor  # [stages, n_shards]
+    grid: DeviceMesh  # the same
+    part: Slice  # the slice of each row that this rank holds
+    data_parallel: int  # ranks of a stage, or groups of them with slices of the same rows
+    shares: DeviceMesh | None  # of a stage: shares of each matrix x their shards
+    experts: DeviceMesh | None  # of a stage: parts of each block's experts x their shards
 
+    @property
+    def dp_rank(self) -> int:
+        return self.shard // self.part.count
+
+
+def stage_layout(args: Args, world: World) -> StageLayout:
+    """What the flags mean for this number of ranks. Collective."""
+    n_shards = world.size // args.stages
+    stage, shard = divmod(world.rank, n_shards)
+    grid = make_mesh(world, **{STAGE: args.stages, SHARD: n_shards})
+    shares = experts = None
+    if args.tensor_parallel > 1:
+        shares = make_part_mesh(world, args.tensor_parallel, args.stages)
+    if (args.expert_parallel or 1) > 1:
+        experts = make_part_mesh(world, args.expert_parallel, args.stages)
+    return StageLayout(
+        where=stages_of(args.schedule, args.stages),
+        n_shards=n_shards,
+        stage=stage,
+        shard=shard,
+        ranks=torch.arange(world.size).view(args.stages, n_shards),
+        grid=grid,
+        part=Slice(shard % args.tensor_parallel, args.tensor_parallel),
+        data_parallel=n_shards // args.tensor_parallel,
+        shares=shares,
+        experts=experts,
+    )
+
+
+def build_pieces(
+    args: Args, plan: Plan, layout: StageLayout, counts: list[int], world: World, log: Log
+) -> tuple["Pieces", Shards | Masters, bool]:
+    """Build the pieces of this rank's stage, and nothing else: (they, what is optimized, whether
+    AdamW is compiled). counts: blocks of each piece of the model."""
+    config, weights, compute = plan.source.config, plan.source.weights, plan.compute
+    sharded, in_16_bits = layout.n_shards > 1, compute.dtype != torch.float32
+    has_masters = in_16_bits and not sharded
     lm = decoder_of(config, weights, compute)
     n_params = param_count(lm)
     for line in give_fp8(lm, compute, args.tensor_parallel):
@@ -36,72 +84,102 @@ def build(job, layout, counts: list[int]) -> tuple:
     if layout.experts:
         keep_part(lm, layout.experts)
     if layout.shares:
-        keep_share(lm, layout.shares)
-    compiled = log.decided(compiles_adamw(compute.compile, n_params, world.size, flat))
+        from llm_demo.options.tensor import keep_share
 
+        keep_share(lm, layout.shares)
+    compiled = log.decided(compiles_adamw(compute.compile, n_params, world.size, has_masters))
     with loading(weights, world.size):
-        pieces = Pieces(lm, args, compute, counts, layout.where, layout.stage)
-        for piece in pieces.values():
-            if piece.tail and layout.shares:
-                piece.tail.group = layout.shares.get_group(SPLIT)
-        if args.freeze_router:
-            for routers in pieces.routers:
-                routers.requires_grad_(False)
+        pieces = Pieces(lm, args, compute, counts, layout)
         if sharded:
-            pieces.shard(compute.dtype, args.reshard_after_forward, grid[SHARD])
-        if sharded and low:
-            how = {"accumulates": accumulates, "compiles": compute.compile, "say": log.say}
-            reduce_traffic(pieces, world, grid[SHARD].get_group(), compute.dtype, **how)
+            pieces.shard(compute.dtype, args.reshard_after_forward, layout.grid[SHARD])
+        if sharded and in_16_bits:
+            from fsdp.fsdp2 import reduce_traffic
+
+            reduce_traffic(
+                pieces,
+                world,
+                layout.grid[SHARD].get_group(),
+                compute.dtype,
+                accumulates=args.grad_accum_steps > 1,
+                compiles=compute.compile,
+                say=log.say,
+            )
         pieces.load(weights, args.seed, world.device)
-        if flat:
+        if has_masters:
             units = [unit for piece in pieces.values() for unit in piece.units]
             units += [piece.tail for piece in pieces.values() if piece.tail]
-            in_fp32 = kept_in_fp32(pieces)
-            optimized = Masters(pieces, units, compute.dtype, accumulates, compiled, in_fp32)
+            optimized = Masters(
+                pieces,
+                units=units,
+                dtype=compute.dtype,
+                accumulates=args.grad_accum_steps > 1,
+                compiled=compiled,
+                in_fp32=kept_in_fp32(pieces),
+            )
         else:
             optimized = Shards(pieces)
-    return pieces, optimized, n_params, compiled
+    n_local = sum(p.numel() for p in optimized.params)
+    log.say(f"{log.settings['parallelism']}: {n_params:,} parameters, {n_local:,} here")
+    return pieces, optimized, compiled
 
 
 class Pieces(nn.ModuleDict):
     """{number: DecoderLoss} of a stage, in the order of the forward.
 
-    counts: blocks of each piece of the model. stages: the stage of each."""
+    counts: blocks of each piece of the model."""
 
-    def __init__(self, lm, args, compute, counts: list[int], stages: list[int], stage: int):
+    def __init__(
+        self,
+        lm: PreTrainedModel,
+        args: Args,
+        compute: Compute,
+        counts: list[int],
+        layout: StageLayout,
+    ):
         super().__init__()
         self.lm, self.names = (lm,), []  # a tuple hides the whole model from nn.Module
         if lm.config.tie_word_embeddings:  # two parameters, each in a unit of its own: see TiedEnds
             lm.lm_head.weight = nn.Parameter(lm.lm_head.weight.detach())
-        budget = args.activation_memory_budget if compute.compile else None
-        last, first = len(counts) - 1, 0  # first: block of a piece
-        for piece, count in enumerate(counts):
-            if stages[piece] == stage:
-                sizes = unit_sizes(lm.config, count, args.blocks_per_unit, first)
-                blocks = make_units(
-                    lm.model.layers[first:], sizes, args.use_activation_checkpointing, budget
+        last, first_block = len(counts) - 1, 0
+        for number, count in enumerate(counts):
+            if layout.where[number] == layout.stage:
+                units = make_units(
+                    lm.model.layers[first_block:],
+                    unit_sizes(lm.config, count, args.blocks_per_unit, first_block),
+                    checkpointing=args.use_activation_checkpointing,
+                    budget=args.activation_memory_budget if compute.compile else None,
                 )
-                self[str(piece)] = DecoderLoss(
-                    lm, blocks, compute.compile, first=piece == 0, last=piece == last
+                self[str(number)] = DecoderLoss(
+                    lm, units, compute.compile, first=number == 0, last=number == last
                 )
-                self.names += ["model.embed_tokens"] * (piece == 0)
-                self.names += [f"model.layers.{i}" for i in range(first, first + count)]
-                self.names += ["model.norm", "lm_head"] if piece == last else []
-            first += count
+                if number == 0:
+                    self.names.append("model.embed_tokens")
+                blocks = range(first_block, first_block + count)
+                self.names += [f"model.layers.{i}" for i in blocks]
+                if number == last:
+                    self.names += ["model.norm", "lm_head"]
+            first_block += count
         # of this stage, and of the whole model
         self.routers = [piece.routers for piece in self.values() if piece.routers]
         self.gates = [block.mlp.gate for block in blocks_with_experts(lm)]
-
-    def shard(self, dtype: torch.dtype, reshard: bool, mesh) -> None:
-        """Shard each unit with FSDP2 over a mesh; embedding and head are units of their own."""
-        how = {"mesh": mesh, "mp_policy": precision(dtype)}
+        if args.freeze_router:
+            for routers in self.routers:
+                routers.requires_grad_(False)
         for piece in self.values():
-            shard_units(piece, **how, reshard=reshard)
-            for end in filter(None, (piece.tail, piece)):
-                fully_shard(end, **how, reshard_after_forward=False)
+            if piece.tail and layout.shares:
+                piece.tail.group = layout.shares.get_group(SPLIT)
+
+    def shard(self, dtype: torch.dtype, reshard: bool, mesh: DeviceMesh) -> None:
+        """Shard each unit with FSDP2 over a mesh; embedding and head are units of their own."""
+        policy = precision(dtype)
+        for piece in self.values():
+            shard_units(piece, mesh=mesh, mp_policy=policy, reshard=reshard)
+            for end in (piece.tail, piece):
+                if end:
+                    fully_shard(end, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         sum_not_average(self)
 
-    def load(self, weights, seed: int, device: torch.device) -> None:
+    def load(self, weights: Weights | None, seed: int, device: torch.device) -> None:
         """Allocate and fill this rank's part. The tied head is a copy of the embedding."""
         lm = self.lm[0]
         embedding, head = lm.model.embed_tokens, lm.lm_head
@@ -143,13 +221,19 @@ class TiedEnds:
     where both ends of the model are on one stage, beside it. Both copies take the same steps.
 
     Args:
-        pair: (the embedding's weight, the head's), None for what is not here or not tied.
+        embedding, head: their weights, None for what is not here or not tied.
         optimized: Shards or Masters with the parameters of this stage.
         group: the ranks with this shard of either copy; None if untied."""
 
-    def __init__(self, pair: tuple, optimized, group: dist.ProcessGroup | None):
-        (self.embedding, self.head), self.optimized, self.group = pair, optimized, group
-        self.both = self.embedding is not None and self.head is not None
+    def __init__(
+        self,
+        embedding: nn.Parameter | None,
+        head: nn.Parameter | None,
+        optimized: Shards | Masters,
+        group: dist.ProcessGroup | None,
+    ):
+        self.embedding, self.head, self.optimized, self.group = embedding, head, optimized, group
+        self.both = embedding is not None and head is not None
 
     def sum_gradients(self) -> None:
         """Give each copy the sum of both gradients."""
@@ -168,16 +252,16 @@ class TiedEnds:
         copy = self.optimized.grad_of(self.head)
         return [g for g in grads if not (g.numel() and g.data_ptr() == copy.data_ptr())]
 
-    def saved(self, optimizer):
+    def saved(self, optimizer: torch.optim.AdamW) -> Iterator[tuple]:
         """What a checkpoint holds of this stage: `optimized.views` without the copy."""
         return (view for view in self.optimized.views(optimizer) if view[0] is not self.head)
 
-    def loaded(self, optimizer):
+    def loaded(self, optimizer: torch.optim.AdamW) -> Iterator[tuple]:
         """What is to be filled from a checkpoint: the copy too if the embedding is elsewhere."""
         return self.saved(optimizer) if self.both else self.optimized.views(optimizer)
 
     @torch.no_grad()
-    def copy(self, optimizer) -> None:
+    def copy(self, optimizer: torch.optim.AdamW) -> None:
         """After loading: the master and the moments of a copy beside its embedding."""
         if self.both:
             views = {view[0]: view[1:] for view in self.optimized.views(optimizer)}

@@ -132,7 +132,8 @@ def run_stage(
     work: Iterable[tuple],
     last: int,
     links,
-    hidden: tuple[tuple, torch.dtype],
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
     forward: Callable,
     backward: Callable | None = None,
 ) -> None:
@@ -143,7 +144,7 @@ def run_stage(
         work: as of with_receives.
         links: transfers.Links.
         last: the last piece of the model.
-        hidden: shape and dtype of a micro-batch's hidden states.
+        shape, dtype: of a micro-batch's hidden states.
         forward: forward(piece, k, x) -> the output of a piece for micro-batch k. x: hidden states,
             None for the first piece.
         backward: backward(piece, k, y, gradient) runs autograd from the output y. gradient: None
@@ -151,7 +152,7 @@ def run_stage(
     kept = {}  # (piece, k) -> output
     for kind, piece, k, receives in work:
         for received_kind, to in receives:  # while the device computes, since the host is ahead
-            links.expect(received_kind, to, *hidden)
+            links.expect(received_kind, to, shape, dtype)
         links.begin()
         if kind == FORWARD:
             x = links.take(FORWARD, piece) if piece else None

@@ -7,13 +7,13 @@ NPROC_PER_NODE=4 bash fsdp_pp/launch_fsdp_pp.sh              2 stages, each shar
 
 import functools
 import os
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
 
 import llm_demo  # noqa: F401  first: it catches what imports refuse
 
 # isort: split
 from fsdp_pp.flags import GROUPS
-from llm_demo.flags.args import less_memory, parse_args
+from llm_demo.flags.args import Args, less_memory, parse_args
 from llm_demo.machine.process import early
 from llm_demo.run.inputs import look
 
@@ -23,18 +23,16 @@ if __name__ == "__main__":  # before the slow imports
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp.copy_engines import choose_copy_engines
 from fsdp.sharding import from_owners, not_optimized, set_sync, training_state
 from fsdp_pp import orders
-from fsdp_pp.build import TiedEnds, build, tied_group
+from fsdp_pp.build import StageLayout, TiedEnds, build_pieces, stage_layout, tied_group
 from fsdp_pp.transfers import Links, receive_early
-from llm_demo.core.attention import make_documents
+from llm_demo.core.decoder import inputs_of
 from llm_demo.core.errors import UserError
 from llm_demo.core.loop import heldout_batches
 from llm_demo.core.masters import Masters
-from llm_demo.core.mesh import SHARD, SPLIT, STAGE, World, make_mesh, make_part_mesh, on_device
+from llm_demo.core.mesh import SHARD, SPLIT, on_device
 from llm_demo.core.optim import (
     LossScale,
     adam_steps,
@@ -43,14 +41,12 @@ from llm_demo.core.optim import (
     make_adamw,
     set_lr,
 )
-from llm_demo.core.rows import Slice, heldout_rows, label_positions, micro_batches, to_device
-from llm_demo.flags.args import Args, parse_args
+from llm_demo.core.rows import heldout_rows, label_positions, micro_batches
 from llm_demo.machine.device import DTYPES
 from llm_demo.machine.dist import run as run_script
 from llm_demo.machine.dist import start
-from llm_demo.memory import peaks, report, settings_of
 from llm_demo.model.check_config import check_experts
-from llm_demo.model.costs import refuse_shares, sizes_of
+from llm_demo.model.costs import refuse_shares
 from llm_demo.run.cut import plan_and_cut
 from llm_demo.run.job import Job, run
 
@@ -63,78 +59,58 @@ def main() -> None:
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     world = start()
     args.check_processes(world.size)
-    job, layout = Job(args, world, "fsdp_pp"), layout_of(args, world)
-    parallelism = f"{args.schedule} pipeline of {args.stages} stages"
-    if layout.n_shards > 1:
-        parallelism += f", each sharded over {layout.n_shards} processes"
-    if (n := args.tensor_parallel) > 1:
-        parallelism += f", tensor parallel over {n}"
-    if (spread := args.expert_parallel or 1) > 1:
-        parallelism += f", experts spread over {spread}"
-    job.log.resolved(parallelism=parallelism)
+    job, layout = Job(args, world, "fsdp_pp"), stage_layout(args, world)
+    job.log.resolved(parallelism=name_of(args, layout))
 
     def refuse(config):
         check_experts(args, config)
-        refuse_shares(config, n)
+        refuse_shares(config, args.tensor_parallel)
 
     counts = plan_and_cut(job, layout.data_parallel, layout.where, refuse)
-    if (slots := job.plan.data.train.seq_len) % n:
+    slots = job.plan.data.train.seq_len
+    if slots % args.tensor_parallel:
         raise UserError(
-            f"--tensor_parallel {n} does not divide {slots}, the tokens of a row: set --seq_len"
+            f"--tensor_parallel {args.tensor_parallel} does not divide {slots}, the tokens of a "
+            "row: set --seq_len"
         )
     if args.copy_engines and args.stages == 1:
         job.log.say("warning: --copy_engines has no effect: one stage sends nothing")
     if args.reshard_after_forward and layout.n_shards == 1:
         job.log.say("warning: --reshard_after_forward has no effect: no stage is sharded")
     if args.estimate:
-        _, config, compute, train = job.planned()
-        settings = settings_of(
-            "fsdp_pp",
-            args,
-            compute,
-            train,
-            ranks=layout.n_shards,
-            sharded=layout.n_shards > 1,
-            counts=counts,
-        )
-        job.log.say(report(peaks(sizes_of(config), settings), args))
+        job.log.say(estimate(job, layout, counts))
     elif job.open():
         run(job, ShardedPipeline(job, layout, counts))
 
 
-class StageLayout(NamedTuple):
-    """The ranks of a run: stages, and the shards of each."""
-
-    where: list[int]  # the stage of each piece of the model
-    n_shards: int  # of a stage
-    stage: int  # of this rank
-    shard: int
-    ranks: torch.Tensor  # [stages, n_shards]
-    grid: DeviceMesh  # the same
-    part: Slice  # the slice of each row that this rank holds
-    data_parallel: int  # ranks of a stage, or groups of them with slices of the same rows
-    shares: DeviceMesh | None  # of a stage: shares of each matrix x their shards
-    experts: DeviceMesh | None  # of a stage: parts of each block's experts x their shards
-
-    @property
-    def dp_rank(self) -> int:
-        return self.shard // self.part.count
+def name_of(args: Args, layout: StageLayout) -> str:
+    """The kind of parallelism, for the log and config.json."""
+    name = f"{args.schedule} pipeline of {args.stages} stages"
+    if layout.n_shards > 1:
+        name += f", each sharded over {layout.n_shards} processes"
+    if args.tensor_parallel > 1:
+        name += f", tensor parallel over {args.tensor_parallel}"
+    if layout.experts:
+        name += f", experts spread over {args.expert_parallel}"
+    return name
 
 
-def layout_of(args: Args, world: World) -> StageLayout:
-    """What the flags mean for this number of ranks. Collective."""
-    n_shards = world.size // args.stages
-    where = orders.stages_of(args.schedule, args.stages)
-    ranks = torch.arange(world.size).view(args.stages, n_shards)
-    grid = make_mesh(world, **{STAGE: args.stages, SHARD: n_shards})
-    stage, shard = divmod(world.rank, n_shards)
-    shares, experts = (
-        make_part_mesh(world, n, args.stages) if n and n > 1 else None
-        for n in (args.tensor_parallel, args.expert_parallel)
+def estimate(job: Job, layout: StageLayout, counts: list[int]) -> str:
+    """What --estimate prints."""
+    from llm_demo.memory import peaks, report, settings_of
+    from llm_demo.model.costs import sizes_of
+
+    args, config, compute, train = job.planned()
+    settings = settings_of(
+        "fsdp_pp",
+        args,
+        compute,
+        train,
+        ranks=layout.n_shards,
+        sharded=layout.n_shards > 1,
+        counts=counts,
     )
-    part = Slice(shard % args.tensor_parallel, args.tensor_parallel)
-    own = where, n_shards, stage, shard, ranks, grid
-    return StageLayout(*own, part, n_shards // part.count, shares, experts)
+    return report(peaks(sizes_of(config), settings), args)
 
 
 class ShardedPipeline:
@@ -143,27 +119,31 @@ class ShardedPipeline:
 
     def __init__(self, job: Job, layout: StageLayout, counts: list[int]):
         args, world, plan, saver = job.args, job.world, job.plan, job.saver
-        self.job, self.args, self.layout, self.device = job, args, layout, world.device
-        self.last = len(layout.where) - 1
-        shards = layout.grid[SHARD]
-        self.links = self.connect()
-        self.pieces, self.optimized, n_params, compiled = build(job, layout, counts)
+        self.args, self.plan, self.layout, self.timer = args, plan, layout, job.timer
+        self.device, self.last = world.device, len(layout.where) - 1
+        self.links = self.connect(job)
+        self.pieces, self.optimized, compiled = build_pieces(
+            args, plan, layout, counts, world, job.log
+        )
         # Masters add each backward's gradients; Shards wait for FSDP2's sums
-        self.flat = isinstance(self.optimized, Masters)
-        n_local = sum(p.numel() for p in self.optimized.params)
-        parallelism = job.log.settings["parallelism"]
-        job.log.say(f"{parallelism}: {n_params:,} parameters, {n_local:,} here")
-        params = self.optimized.params
-        how = plan.horizon.lr, args.weight_decay, compiled, DTYPES[args.optim_state]
-        self.optimizer = make_adamw(params, *how)
+        self.has_masters = isinstance(self.optimized, Masters)
+        self.optimizer = make_adamw(
+            self.optimized.params,
+            lr=plan.horizon.lr,
+            weight_decay=args.weight_decay,
+            compiled=compiled,
+            moments=DTYPES[args.optim_state],
+        )
         self.optimized.follow(self.optimizer)
         self.loss_scale = LossScale(plan.compute.dtype, world.device)
-        ends, group = [layout.ranks[layout.where[i]].tolist() for i in (0, -1)], None
+        group = None
         if plan.source.config.tie_word_embeddings:
-            group = tied_group(*ends, layout.shard)
-        self.copies = TiedEnds(self.pieces.tied(), self.optimized, group)
+            first, last = (layout.ranks[layout.where[i]].tolist() for i in (0, -1))
+            group = tied_group(first, last, layout.shard)
+        embedding, head = self.pieces.tied()
+        self.copies = TiedEnds(embedding, head, self.optimized, group)
         # made by all ranks together, for saves in the background
-        saver.meshes[shards] = on_device(layout.grid, "cpu")[SHARD]
+        saver.meshes[layout.grid[SHARD]] = on_device(layout.grid, "cpu")[SHARD]
         fill_adam_state(self.optimizer, saver.facts["adam_steps"] if saver.path else 0)
         if saver.path:
             tensors = self.tensors_of(self.copies.loaded)
@@ -171,71 +151,75 @@ class ShardedPipeline:
             self.optimized.store({p: tensors[p.hf_name] for p in self.optimized.model_params})
             self.copies.copy(self.optimizer)
             self.loss_scale.load(saver.facts["loss_scale"])
-        self.work = self.order(orders.order, args.grad_accum_steps)
+        self.work = self.work_of(orders.order, args.grad_accum_steps)
 
-    def connect(self) -> Links:
+    def connect(self, job: Job) -> Links:
         """Connect this stage with the others."""
-        args, world, plan, log = self.args, self.job.world, self.job.plan, self.job.log
-        links = Links(self.layout.where, self.layout.ranks, world.rank, world.device)
-        engines = args.stages > 1 and choose_copy_engines(
-            args.copy_engines, world, dist.group.WORLD, log.say
-        )
+        args, world, log, layout = job.args, job.world, job.log, self.layout
+        links = Links(layout.where, layout.ranks, world.rank, world.device)
+        engines = False
+        if args.stages > 1:
+            from fsdp.copy_engines import choose_copy_engines
+
+            engines = choose_copy_engines(args.copy_engines, world, dist.group.WORLD, log.say)
         log.resolved(copy_engines=engines)
         if engines:
-            slots = args.micro_batch_size * plan.data.train.seq_len // self.layout.part.count
-            largest = slots * plan.source.config.hidden_size
-            links.by_copy_engines(largest, plan.compute.dtype, self.job.timer.comm.call)
+            largest = self.hidden_shape(args.micro_batch_size).numel()
+            links.by_copy_engines(largest, self.plan.compute.dtype, job.timer.comm.call)
         else:
             links.by_nccl(receive_early(world, log.say))
         return links
 
     def step(self, rows, n_labels: int, lr: float):
-        args, data, layout = self.args, self.job.plan.data, self.layout
+        args, layout, optimized = self.args, self.layout, self.optimized
+        train, micro = self.plan.data.train, args.micro_batch_size
         total = torch.zeros((), device=self.device)
-        over, micro = (layout.dp_rank, layout.data_parallel), args.micro_batch_size
-        batches = micro_batches(data.train, rows, *over, micro)
-        batches = self.job.timer.data(batches)
-        inputs = (self.inputs_of(batch, *label_positions(batch.labels)) for batch in batches)
+        batches = micro_batches(train, rows, layout.dp_rank, layout.data_parallel, micro)
+        batches = self.timer.data(batches)
+        inputs = (self.inputs(batch, *label_positions(batch.labels)) for batch in batches)
 
         def take(loss):
             total.add_(loss.detach() / n_labels)
             return loss * (self.loss_scale.scale / n_labels)
 
-        def backward(piece, k, y, grad):
+        def backward(number, k, y, grad):
             last = k == args.grad_accum_steps - 1
             if layout.n_shards > 1:
-                one = self.pieces[str(piece)]
-                set_sync(one, args.reshard_after_forward, last=last, every=False)
+                piece = self.pieces[str(number)]
+                set_sync(piece, args.reshard_after_forward, last=last, every=False)
             y.backward(grad)
-            if self.flat:
-                self.optimized.take_grads(last)
+            if self.has_masters:
+                optimized.take_grads(last)
 
         self.run_pipeline(self.work, Lookahead(inputs), micro, take, backward)
-        if not self.flat:
-            self.optimized.take_grads(last=True)
+        if not self.has_masters:
+            optimized.take_grads(last=True)
         self.copies.sum_gradients()
         set_lr(self.optimizer, lr)
-        parts = self.copies.counted_once(self.optimized.grads()), dist.group.WORLD
-        return total, clipped_step(self.optimizer, args.max_grad_norm, self.loss_scale, *parts)
+        grads = self.copies.counted_once(optimized.grads())
+        group = dist.group.WORLD
+        norm = clipped_step(self.optimizer, args.max_grad_norm, self.loss_scale, grads, group)
+        return total, norm
 
     @torch.no_grad()
     def score(self, packs, micro: int) -> torch.Tensor:
-        over = self.layout.dp_rank, self.layout.data_parallel
-        count = heldout_rows(packs, over[1], micro).size // over[1] // micro
+        rank, ranks = self.layout.dp_rank, self.layout.data_parallel
+        count = heldout_rows(packs, ranks, micro).size // ranks // micro
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
-        batches = heldout_batches(packs, *over, micro)
-        inputs = Lookahead(self.inputs_of(batch, *labels) for batch, *labels in batches)
-        self.run_pipeline(self.order(orders.forwards_only, count), inputs, micro, total.add_)
+        batches = heldout_batches(packs, rank, ranks, micro)
+        inputs = Lookahead(self.inputs(*batch) for batch in batches)
+        forwards = self.work_of(orders.forwards_only, count)
+        self.run_pipeline(forwards, inputs, micro, take=total.add_)
         return total
 
     @torch.no_grad()
     def next_tokens(self, batch, index) -> torch.Tensor:
         ours, _ = self.layout.part.of_positions(index, batch.input_ids.shape[1])
         tokens = torch.zeros(int(ours.sum()), dtype=torch.int64, device=self.device)
-        forwards, inputs = self.order(orders.forwards_only, 1), [self.inputs_of(batch, index)]
-        self.run_pipeline(forwards, inputs, len(batch.input_ids), tokens.copy_)
-        if shares := self.layout.shares:
-            tokens = from_owners(tokens, ours, shares.get_group(SPLIT))
+        forwards, inputs = self.work_of(orders.forwards_only, 1), [self.inputs(batch, index)]
+        self.run_pipeline(forwards, inputs, len(batch.input_ids), take=tokens.copy_)
+        if self.layout.shares:
+            tokens = from_owners(tokens, ours, self.layout.shares.get_group(SPLIT))
         # every pipeline has the same answer
         source = self.layout.ranks[self.layout.where[self.last], 0].item()
         dist.broadcast(tokens, src=source)
@@ -253,51 +237,69 @@ class ShardedPipeline:
     def facts(self) -> dict:
         return {"adam_steps": adam_steps(self.optimizer), "loss_scale": self.loss_scale.facts()}
 
-    def tensors_of(self, views) -> dict[str, torch.Tensor]:
+    def tensors_of(self, views: Callable) -> dict[str, torch.Tensor]:
+        """See training_state. views: of TiedEnds."""
         shards, fixed = self.layout.grid[SHARD], not_optimized(self.pieces)
-        return training_state(views, self.optimizer, shards, None, fixed)
+        return training_state(views, self.optimizer, shards, low_rank=None, fixed=fixed)
 
-    def order(self, order, *rest) -> list[tuple]:
+    def work_of(self, order: Callable, micro_batches: int) -> list[tuple]:
         """This stage's work, with its receives. order: one of orders.py."""
-        args, layout = self.args, self.layout
-        works = [order(args.schedule, args.stages, s, *rest) for s in range(args.stages)]
-        return orders.with_receives(works, layout.where, layout.stage)
+        schedule, stages = self.args.schedule, self.args.stages
+        works = [order(schedule, stages, stage, micro_batches) for stage in range(stages)]
+        return orders.with_receives(works, self.layout.where, self.layout.stage)
 
-    def inputs_of(self, batch, *labels) -> tuple[torch.Tensor, dict]:
-        """(this rank's slice of the token ids, the other arguments of DecoderLoss.forward), of
-        which labels, those of whole rows, are the last."""
-        shape, attn_impl = tuple(batch.input_ids.shape), self.job.plan.compute.attn_impl
-        documents = make_documents(batch.cu_seqlens, shape, attn_impl, self.device)
-        part = self.layout.part
-        if part.count > 1:
-            ours, index = part.of_positions(labels[0], shape[1])
-            labels = index, *(t[ours] for t in labels[1:])
-        ids = part.of_rows(batch.input_ids)
-        moved = to_device(self.device, ids, batch.position_ids, *labels)
-        names = "position_ids", "index", "targets", "answers"
-        return moved[0], {"documents": documents, **dict(zip(names, moved[1:], strict=False))}
+    def inputs(self, batch, index, targets=None, answers=None) -> list:
+        return inputs_of(
+            batch,
+            index,
+            targets,
+            answers,
+            attn_impl=self.plan.compute.attn_impl,
+            device=self.device,
+            part=self.layout.part,
+            whole_positions=self.layout.part.count > 1,
+        )
 
-    def run_pipeline(self, work, inputs, micro: int, take, backward=None) -> None:
-        """Do this stage's work. take(output): what follows the last piece."""
-        plan, pieces, last = self.job.plan, self.pieces, self.last
+    def hidden_shape(self, micro: int) -> torch.Size:
+        """[rows, slots of this rank's slice, d] of the hidden states of a micro-batch."""
+        slots = self.plan.data.train.seq_len // self.layout.part.count
+        return torch.Size((micro, slots, self.plan.source.config.hidden_size))
 
-        def forward(piece, k, x):
-            ids, others = inputs[k]
-            if str(piece) == [*pieces][-1]:
+    def run_pipeline(
+        self,
+        work: list[tuple],
+        inputs,
+        micro: int,
+        take: Callable,
+        backward: Callable | None = None,
+    ) -> None:
+        """Do this stage's work. inputs: {micro-batch: arguments of DecoderLoss.forward}. take: what
+        follows the last piece; called with its output."""
+        pieces, last = self.pieces, self.last
+        last_here = [*pieces][-1]
+
+        def forward(number, k, hidden):
+            ids, *others = inputs[k]
+            if str(number) == last_here:
                 inputs[k] = None  # this stage needs it no more
-            y = pieces[str(piece)](ids if x is None else x, **others)
-            return take(y) if piece == last else y
+            y = pieces[str(number)](ids if hidden is None else hidden, *others)
+            return take(y) if number == last else y
 
-        slots = plan.data.train.seq_len // self.layout.part.count
-        shape = micro, slots, plan.source.config.hidden_size
-        hidden = shape, plan.compute.dtype
-        orders.run_stage(work, last, self.links, hidden, forward, backward)
+        orders.run_stage(
+            work,
+            last,
+            self.links,
+            shape=self.hidden_shape(micro),
+            dtype=self.plan.compute.dtype,
+            forward=forward,
+            backward=backward,
+        )
 
 
 class Lookahead(dict):
     """{number: item} of an iterator, each read when it is first asked for."""
 
-    def __init__(self, items):
+    def __init__(self, items: Iterator):
         super().__init__()
         self.items = enumerate(items)
 

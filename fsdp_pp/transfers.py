@@ -8,7 +8,6 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from fsdp.copy_engines import Mailbox, mailboxes
 from fsdp_pp.orders import BACKWARD, FORWARD
 from llm_demo.core.mesh import World
 from llm_demo.machine.device import other_than_nvlink
@@ -102,9 +101,10 @@ class Link:
 
 
 class CopiedLink:
-    """A Link in one direction of a Mailbox: its transfers are copies by the GPUs' copy engines."""
+    """A Link in one direction of a copy_engines.Mailbox: its transfers are copies by the GPUs' copy
+    engines."""
 
-    def __init__(self, box: Mailbox, sends: bool):
+    def __init__(self, box, sends: bool):
         self.box, self.shapes = box, deque()
         self.stream = torch.cuda.Stream() if sends else None
 
@@ -154,8 +154,8 @@ class Links:
         side."""
         self.early = early
         for piece, a, b in self.pairs:
-            ways = (FORWARD, piece + 1, a, b), (BACKWARD, piece, b, a)
-            for kind, into, source, target in ways:
+            there, back = (FORWARD, piece + 1, a, b), (BACKWARD, piece, b, a)
+            for kind, into, source, target in (there, back):
                 group = small_group([source, target], self.device)
                 if self.rank not in (source, target):
                     continue
@@ -172,6 +172,8 @@ class Links:
     def by_copy_engines(self, largest: int, dtype: torch.dtype, timed: Callable) -> None:
         """Make links of copy engines. largest: elements of a transfer at most. timed:
         CommTimer.call."""
+        from fsdp.copy_engines import Mailbox, mailboxes
+
         of_rank = defaultdict(list)  # its pairs; the n-th has its n-th mailbox
         for pair in self.pairs:
             for rank in pair[1:]:

@@ -156,8 +156,8 @@ def run_with_mailboxes(works, where, slots):
 @pytest.mark.parametrize("stages, shards", [(2, 1), (2, 2), (4, 2)])
 def test_both_ranks_mean_the_same_mailbox(schedule, stages, shards, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", object)
-    monkeypatch.setattr(transfers, "mailboxes", lambda n, *rest: n)
-    monkeypatch.setattr(transfers, "Mailbox", lambda *arguments: arguments)
+    monkeypatch.setattr(copy_engines, "mailboxes", lambda n, *rest: n)
+    monkeypatch.setattr(copy_engines, "Mailbox", lambda *arguments: arguments)
     grid, where = torch.arange(stages * shards).view(stages, shards), stages_of(schedule, stages)
     sent, received = {}, {}
     for rank in range(stages * shards):

@@ -22,11 +22,10 @@ if __name__ == "__main__":  # before the slow imports
 
 import torch
 
-from llm_demo.core.attention import make_documents
-from llm_demo.core.decoder import DecoderLoss, make_units
+from llm_demo.core.decoder import DecoderLoss, inputs_of, make_units
 from llm_demo.core.loop import score_rows
 from llm_demo.core.optim import make_adamw, set_lr
-from llm_demo.core.rows import label_positions, micro_batches, to_device
+from llm_demo.core.rows import label_positions, micro_batches
 from llm_demo.machine.dist import run as run_script
 from llm_demo.machine.dist import start
 from llm_demo.machine.text import counted
@@ -137,12 +136,9 @@ class Zero:
 
     def forward(self, batch, index, targets=None, answers=None, call=None) -> torch.Tensor:
         """DecoderLoss.forward. call: the engine, for a forward that has a backward."""
-        shape, device = tuple(batch.input_ids.shape), self.world.device
-        attn_impl = self.job.plan.compute.attn_impl
-        documents = make_documents(batch.cu_seqlens, shape, attn_impl, device)
-        inputs = to_device(device, batch.input_ids, batch.position_ids)
-        labels = to_device(device, index, targets, answers)
-        return (call or self.model)(*inputs, documents, *labels)
+        attn_impl, device = self.job.plan.compute.attn_impl, self.world.device
+        inputs = inputs_of(batch, index, targets, answers, attn_impl=attn_impl, device=device)
+        return (call or self.model)(*inputs)
 
 
 if __name__ == "__main__":

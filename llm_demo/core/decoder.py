@@ -18,12 +18,12 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 from transformers.initialization import no_init_weights
 
 from llm_demo.core import attention
-from llm_demo.core.attention import LongRope, rope_type, rotary_tables
+from llm_demo.core.attention import LongRope, make_documents, rope_type, rotary_tables
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import Routers, blocks_with_experts
 from llm_demo.core.loss import cross_entropy_sum, next_tokens, score
 from llm_demo.core.mesh import exchange_rows, known
-from llm_demo.core.rows import Slice
+from llm_demo.core.rows import WHOLE_ROWS, Batch, Slice, to_device
 
 
 class Decays(nn.ModuleList):
@@ -202,6 +202,29 @@ class DecoderLoss(nn.Module):
             with self.on_host.of_unit(i, hidden) if self.on_host else contextlib.nullcontext():
                 hidden = unit(hidden, rotary, position_ids, documents)
         return self.tail(hidden, index, targets, answers) if self.tail else hidden
+
+
+def inputs_of(
+    batch: Batch,
+    index: torch.Tensor,
+    targets: torch.Tensor | None = None,
+    answers: torch.Tensor | None = None,
+    *,
+    attn_impl: str,
+    device: torch.device,
+    part: Slice = WHOLE_ROWS,
+    whole_positions: bool = False,
+) -> list:
+    """The arguments of DecoderLoss.forward for a rank's slice of the rows, on its device. index,
+    targets, answers: of whole rows. whole_positions: attention is given whole rows."""
+    shape = tuple(batch.input_ids.shape)
+    documents = make_documents(batch.cu_seqlens, shape, attn_impl, device)
+    positions = batch.position_ids if whole_positions else part.of_rows(batch.position_ids)
+    if part.count > 1:
+        here, index = part.of_positions(index, shape[1])
+        targets, answers = (x if x is None else x[here] for x in (targets, answers))
+    ids, positions = to_device(device, part.of_rows(batch.input_ids), positions)
+    return [ids, positions, documents, *to_device(device, index, targets, answers)]
 
 
 def spread_rows(model: PreTrainedModel, group: ProcessGroup) -> None:
