@@ -12,8 +12,8 @@ threads. On a CPU the clock is read instead.
              operation on any of its ranks; a send and its receive count as one operation, matched
              by order; a wait for a signal of copy_engines.py is all wait
 
-profiling.py takes busy and wait from a profiler's trace. Its exposed is the communication during
-which no kernel runs although one is launched: events know nothing of launches.
+profiling.py takes the same from a profiler's trace. Its exposed is the communication during which
+no kernel runs.
 """
 
 import contextlib

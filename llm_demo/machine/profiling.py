@@ -1,16 +1,14 @@
 """Profile a few steps: the ground truth for communication, and a page to read.
 
 Communication is identified by kernel names, not by streams: on AMD, stream numbers have been wrong.
-(Streams also count where NVIDIA's copy engines carry it.) On a CPU, gloo's operations replace
-kernels."""
+On a CPU, gloo's operations replace kernels."""
 
 import gzip
-import itertools
 import json
 import math
 import re
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -21,9 +19,8 @@ from llm_demo.core.mesh import World
 from llm_demo.core.timer import AWAIT, MUTED, union
 from llm_demo.machine.files import write_text
 
-# of copy_engines.py: what an operation ends with, and all that it consists of
-BARRIER = re.compile(r"symmetric_memory::(?:barrier|put_signal)", re.I)
-BY_ENGINES = re.compile(rf"memcpy ptop|{BARRIER.pattern}", re.I)
+# what an operation by NVIDIA's copy engines consists of, see fsdp/copy_engines.py
+BY_ENGINES = re.compile(r"memcpy ptop|symmetric_memory::(?:barrier|put_signal)", re.I)
 COMMUNICATES = re.compile(rf"nccl|rccl|^gloo:|{AWAIT}|{BY_ENGINES.pattern}", re.I)
 # one RCCL kernel serves all collectives; the event's arguments name the collective
 KIND = re.compile(
@@ -31,17 +28,17 @@ KIND = re.compile(
     rf"|ptop|barrier|put_signal|{AWAIT})",
     re.I,
 )
-LAUNCH_GAP = 10  # microseconds from a launch, or the previous kernel, to a kernel's start
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
-HOST_CALLS = ("cuda_runtime", "cuda_driver")
 SIZES = {"Float": 4, "BFloat16": 2, "Half": 2, "Double": 8, "Long": 8, "Int": 4, "Byte": 1}
+LARGEST = 25  # kernels on the page
 
 
 class StepProfiler:
     """Profiles steps a to b of a run; every rank calls."""
 
     def __init__(self, steps: tuple[int, int], world: World):
-        self.first, self.last, self.world = *steps, world
+        self.first, self.last = steps
+        self.world = world
         self.profile = None
 
     def start(self) -> None:
@@ -75,32 +72,25 @@ class StepProfiler:
 
 def analyse(trace: dict, steps: int) -> dict:
     """Figures of one rank's trace of `steps` steps, in ms of one step: total, compute, comm (busy),
-    exposed (comm while no kernel ran though one was launched), idle (the rest of total, including
-    communication that delayed nothing), host (idle while waiting for the host); operations {key:
-    (start, end)} of all steps, in microseconds; kernels {name: (ms, count)}, kinds {kind: (ms,
-    count, bytes)} of one step."""
+    exposed (comm while no kernel ran); operations {key: (start, end)} of all steps, in
+    microseconds; kernels {name: (ms, count)}, kinds {kind: (ms, count, bytes)} of one step."""
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
     work, on_cpu = work_of(events)
     comm = [e for e in work if COMMUNICATES.search(e["name"])]
     kernels = [e for e in work if not COMMUNICATES.search(e["name"])]
     begin = min((e["ts"] for e in work), default=0)
-    total = max(map(end_of, work), default=0) - begin
-    copied = copies(comm)
-    spans, under_way = list(map(span_of, kernels)), [*map(span_of, comm), *sum(copied, [])]
-    busy, for_host = union(under_way), []
-    if on_cpu:  # an operation blocks everything else
-        compute, exposed = union(spans + list(map(span_of, comm))) - busy, busy
-    else:
-        compute, for_host = union(spans), waits_for_host(kernels, events, begin)
-        running = bridged(sorted(for_host + spans))
-        exposed = union(running + under_way) - union(running)
+    end = max((span_of(e)[1] for e in work), default=0)
+    busy = union(map(span_of, comm))
+    everything = union(map(span_of, work))
+    # on a CPU an operation blocks everything else
+    exposed = busy if on_cpu else everything - union(map(span_of, kernels))
     times = {
-        "total": total, "compute": compute, "comm": busy, "exposed": exposed,
-        "idle": total - compute - exposed, "host": union(for_host),
-    }  # fmt: skip
+        "total": end - begin,
+        "compute": everything - exposed,
+        "comm": busy,
+        "exposed": exposed,
+    }
     operations, kinds = operations_of(comm, trace.get("distributedInfo", {}).get("rank"))
-    for stream, intervals in enumerate(copied):
-        operations |= {("copies", str(stream), n): span for n, span in enumerate(intervals)}
     return {
         **{name: us / (1e3 * steps) for name, us in times.items()},
         "operations": operations,
@@ -123,23 +113,22 @@ def work_of(events: list[dict]) -> tuple[list[dict], bool]:
     return sorted(work, key=lambda e: e["ts"]), on_cpu
 
 
-def end_of(event: dict) -> float:
-    return event["ts"] + event["dur"]
-
-
 def span_of(event: dict) -> tuple[float, float]:
-    return event["ts"], end_of(event)
+    """Its start and end in microseconds."""
+    return event["ts"], event["ts"] + event["dur"]
 
 
 def operations_of(comm: list[dict], rank: int | None) -> tuple[dict, list[tuple]]:
     """({(kind, group, count): (start, end)} of NCCL's operations, [(kind, microseconds, 1, bytes)]
-    of all). A send and its receive have one group."""
+    of all). A send and its receive have one group. What copy engines do may overtake each other, so
+    it can't be matched with that of other ranks."""
     operations, kinds, counts = {}, [], Counter()
     for e in comm:
         args = e.get("args", {})
         match = KIND.search(str(args.get("Collective name", ""))) or KIND.search(e["name"])
         kind = match[0].lower() if match else "other"
-        kind = kind if kind == AWAIT else kind.replace("_", "")
+        if kind != AWAIT:
+            kind = kind.replace("_", "")
         group = str(args.get("Process Group Name", ""))
         if kind in ("send", "recv"):
             peer = args.get("Dst Rank", args.get("Src Rank"))
@@ -158,60 +147,10 @@ def per_step(rows: Iterable[tuple], steps: int) -> dict[str, tuple]:
     """{name: (ms, count, ...) of one step} from rows (name, microseconds, 1, ...)."""
     sums = {}
     for name, us, *more in rows:
-        values = us / 1e3, *more
-        sums[name] = tuple(map(sum, zip(sums.get(name, (0,) * len(values)), values, strict=True)))
+        values = [us / 1e3, *more]
+        before = sums.get(name, [0] * len(values))
+        sums[name] = [a + b for a, b in zip(before, values, strict=True)]
     return {name: tuple(value / steps for value in values) for name, values in sums.items()}
-
-
-def copies(comm: list[dict]) -> list[list[tuple]]:
-    """(start, end) of each operation by copy engines: a barrier, copies, a barrier, or a copy and a
-    signal. Returns one list for each stream with any, ordered by first operation. Gathers and
-    exchanges may overtake each other on one rank and not on another."""
-    streams, begun, copied = defaultdict(list), {}, set()
-    for e in comm:
-        if not BY_ENGINES.search(e["name"]):
-            continue
-        stream = e.get("args", {}).get("stream")
-        operations = streams[stream]  # creates the list in order
-        if not BARRIER.search(e["name"]):
-            begun.setdefault(stream, e["ts"])
-            copied.add(stream)
-        elif stream in copied:
-            operations.append((begun.pop(stream), end_of(e)))
-            copied.remove(stream)
-        else:
-            begun[stream] = e["ts"]
-    return [operations for operations in streams.values() if operations]
-
-
-def waits_for_host(kernels: list[dict], events: list[dict], begin: float) -> list[tuple]:
-    """Intervals from `begin` on in which no kernel ran because the host had launched none.
-    Communication under way in them delayed nothing (unless the host itself waits for it in a
-    synchronize; training steps do not). kernels: in order. events: include the host's calls; a
-    kernel without its launch there was not waited for."""
-    calls = [e for e in events if e.get("cat") in HOST_CALLS and "correlation" in e.get("args", {})]
-    launched = {e["args"]["correlation"]: e["ts"] for e in calls}
-    times = [launched.get(e.get("args", {}).get("correlation"), math.inf) for e in kernels]
-    # for each kernel the earliest launch of it and the later ones, which may be on other streams
-    earliest = list(itertools.accumulate(reversed(times), min))[::-1]
-    waits, reached = [], begin
-    for e, launch, first in zip(kernels, times, earliest, strict=True):
-        if launch < math.inf and first > reached:
-            waits.append((reached, min(first + LAUNCH_GAP, e["ts"])))
-        reached = max(reached, end_of(e))
-    return waits
-
-
-def bridged(intervals: list[tuple]) -> list[tuple]:
-    """Sorted intervals with the gaps between consecutive kernels closed. Communication goes on in
-    such gaps, but nothing waits for it."""
-    closed = []
-    for start, end in intervals:
-        if closed and start - closed[-1][1] <= LAUNCH_GAP:
-            closed[-1] = closed[-1][0], max(closed[-1][1], end)
-        else:
-            closed.append((start, end))
-    return closed
 
 
 def combine(ranks: list[dict]) -> dict:
@@ -224,17 +163,13 @@ def combine(ranks: list[dict]) -> dict:
 
 def page(title: str, figures: dict) -> str:
     """A text page that shows where the time of a step goes."""
-    head = "rank      total        compute    exposed comm            idle  of it for host |"
-    lines = [title, "", f"{head} comm busy  waiting (ms)"]
-    for r, rank in enumerate(figures["ranks"]):
+    lines = [title, "", "rank      total         compute    exposed comm | comm busy  waiting (ms)"]
+    for number, rank in enumerate(figures["ranks"]):
         total = rank["total"]
-        cells = " ".join(
-            f"{rank[k]:8.2f} ({rank[k] / total:4.0%})" for k in ("compute", "exposed", "idle")
-        )
-        lines.append(
-            f"{r:4d} {total:10.2f} {cells} {rank['host']:15.2f} | {rank['comm']:9.2f}"
-            f" {rank['wait']:8.2f}"
-        )
+        line = f"{number:4d} {total:10.2f}"
+        for name in ("compute", "exposed"):
+            line += f" {rank[name]:8.2f} ({rank[name] / total:4.0%})"
+        lines.append(f"{line} | {rank['comm']:9.2f} {rank['wait']:8.2f}")
     lines += ["", "communication of rank 0: ms and number of operations a step, MB, GB/s"]
     for kind, (ms, n, size) in sorted(figures["ranks"][0]["kinds"].items()):
         rate = f"{size / ms / 1e6:8.1f}" if size else "     n/a"
@@ -242,7 +177,8 @@ def page(title: str, figures: dict) -> str:
     lines += ["", "(GB/s: bytes over the operations' time, waiting for the peer included)", ""]
     kernels = figures["ranks"][0]["kernels"]
     lines.append(f"rank 0's largest of {len(kernels)} kernels: ms and calls a step")
-    for name, (ms, n) in sorted(kernels.items(), key=lambda x: -x[1][0])[:25]:
+    by_time = sorted(kernels.items(), key=lambda kernel: kernel[1], reverse=True)
+    for name, (ms, n) in by_time[:LARGEST]:
         lines.append(f"  {ms:8.3f} {n:7.1f}  {name[:110]}")
     return "\n".join(lines) + "\n"
 
