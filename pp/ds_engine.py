@@ -2,7 +2,7 @@
 for evaluation."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from llm_demo.core.decoder import Blocks, compile_forward
 from llm_demo.core.errors import UserError
 from llm_demo.core.loss import cross_entropy_sum, next_tokens, score
 from llm_demo.core.rows import position_ids
+from llm_demo.flags.args import Args
 from pp import deepspeed_base
 from pp.deepspeed_base import quiet
 from pp.ds_patches import need, patch_pipeline
@@ -23,13 +24,13 @@ from deepspeed.pipe import DualPipeVModule, LayerSpec, PipelineModule, TiedLayer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 # Switches allowed in --deepspeed_config.
-SWITCHES = {
+PIPELINE_SWITCHES = {
     "zero_allow_untested_optimizer": bool,
     "prescale_gradients": bool,
     "memory_breakdown": bool,
     "steps_per_print": int,
 }
-ZERO = {
+PIPELINE_ZERO = {
     "stage",
     "reduce_scatter",
     "reduce_bucket_size",
@@ -62,9 +63,9 @@ class PipelineLayersV(DualPipeVModule, PipelineLayers):
     """DualPipeV: two pieces per stage, out and back; the first stage has both ends."""
 
 
-def read_switches(path: str) -> dict:
+def pipeline_switches(path: str) -> dict:
     """The user's engine switches. Raises UserError for those that train wrongly."""
-    switches = deepspeed_base.allowed_switches(path, SWITCHES, ZERO)
+    switches = deepspeed_base.allowed_switches(path, PIPELINE_SWITCHES, PIPELINE_ZERO)
     stage = switches.get("zero_optimization", {}).get("stage", 1)
     if stage != 1:
         # 0 clips by the first stage's norm and never scales fp16's loss; 2 and 3 can't pipeline.
@@ -72,14 +73,14 @@ def read_switches(path: str) -> dict:
     return switches
 
 
-def engine_config(switches: dict, args, dtype: torch.dtype) -> dict:
+def pipeline_config(switches: dict, args: Args, dtype: torch.dtype) -> dict:
     """The engine's configuration: the switches plus what the flags own."""
     config = deepspeed_base.shared_config(switches, args, dtype)
     config.setdefault("zero_optimization", {})["stage"] = 1
     return config
 
 
-def make_engine(
+def pipeline_engine(
     module: PipelineLayers, optimizer: torch.optim.Optimizer, config: dict, compiled: bool
 ) -> PipelineEngine:
     """deepspeed.initialize, with the patches. compiled: compile bf16's sums too."""
@@ -90,7 +91,7 @@ def make_engine(
 
 
 def forward_only(
-    engine, batches, count: int, fn, reshape: bool = False
+    engine: PipelineEngine, batches: Iterator, count: int, fn: Callable, reshape: bool = False
 ) -> list[torch.Tensor] | None:
     """fn(outputs, labels) of `count` micro-batches without gradients; None except on the last
     stage. reshape: their size differs from training's.
@@ -111,7 +112,7 @@ def forward_only(
     return out
 
 
-def tied_copies_differ(engine) -> bool:
+def tied_copies_differ(engine: PipelineEngine) -> bool:
     """Whether the stages' copies of the tied weight differ anywhere. Collective."""
     differ = torch.zeros(1, device=engine.device)
     for weight, group in engine.module.get_tied_weights_and_groups():
@@ -152,7 +153,7 @@ class BlockInputs:
 class Layer(nn.Module):
     """The embedding, input_ids [B, S] -> hidden [B, S, d], or the last norm."""
 
-    def __init__(self, make, name: str):
+    def __init__(self, make: Callable, name: str):
         super().__init__()
         self.layer = make(name)
 
@@ -171,7 +172,16 @@ class UnitLayer(nn.Module):
     """`size` decoder blocks from block `at` on. leads: it is the first unit of its stage. budget:
     activation memory budget if compiled, else None."""
 
-    def __init__(self, make, at, size, inputs, leads, checkpointing, budget):
+    def __init__(
+        self,
+        make: Callable,
+        at: int,
+        size: int,
+        inputs: BlockInputs,
+        leads: bool,
+        checkpointing: bool,
+        budget: float | None,
+    ):
         super().__init__()
         self.inputs, self.leads = inputs, leads
         self.blocks = Blocks([make(f"model.layers.{at + k}") for k in range(size)], checkpointing)
@@ -184,8 +194,13 @@ class UnitLayer(nn.Module):
 
 
 def layer_specs(
-    config, make, sizes: list[list[int]], inputs: list[BlockInputs], checkpointing: bool, budget
-):
+    config,
+    make: Callable,
+    sizes: list[list[int]],
+    inputs: list[BlockInputs],
+    checkpointing: bool,
+    budget: float | None,
+) -> tuple[list, list[int]]:
     """(layers, their bounds): embedding, units of blocks, norm and head, cut into pieces.
 
     make(name) materialises a submodule, only on its own stage. sizes: blocks of each unit of each
@@ -195,30 +210,44 @@ def layer_specs(
     layers, bounds, at = [], [0], 0
     for block_inputs, units in zip(inputs, sizes, strict=True):
         for k, size in enumerate(units):
-            how = block_inputs, k == 0, checkpointing, budget
-            layers.append(LayerSpec(UnitLayer, make, at, size, *how))
+            unit = LayerSpec(
+                UnitLayer,
+                make,
+                at,
+                size,
+                inputs=block_inputs,
+                leads=k == 0,
+                checkpointing=checkpointing,
+                budget=budget,
+            )
+            layers.append(unit)
             at += size
         bounds.append(1 + len(layers))
     bounds[-1] += 2
-    embedding = Layer, make, "model.embed_tokens"
+    embedding = "model.embed_tokens"
     layers.append(LayerSpec(Layer, make, "model.norm"))
     if not config.tie_word_embeddings:
-        return [LayerSpec(*embedding), *layers, LayerSpec(Head, make, "lm_head")], bounds
-    tied = functools.partial(TiedLayerSpec, "tied", *embedding, tied_weight_attr="layer.weight")
+        first, last = LayerSpec(Layer, make, embedding), LayerSpec(Head, make, "lm_head")
+        return [first, *layers, last], bounds
+    tied = functools.partial(
+        TiedLayerSpec, "tied", Layer, make, embedding, tied_weight_attr="layer.weight"
+    )
     return [tied(), *layers, tied(forward_fn=Head.forward)], bounds
 
 
 def loss_fn(outputs, labels, compiled: bool = False):
     """(hidden, weight), (index, targets, factor) -> the micro-batch's share of the step's loss."""
-    index, targets, factor = labels
-    return cross_entropy_sum(*outputs, index, targets, compiled) * factor
+    (hidden, weight), (index, targets, factor) = outputs, labels
+    return cross_entropy_sum(hidden, weight, index, targets, compiled) * factor
 
 
 def score_fn(outputs, labels, compiled: bool = False):
     """(hidden, weight), (index, targets, answers) -> loss.score of the micro-batch, fp32 [2]."""
-    return score(*outputs, *labels, compiled)
+    (hidden, weight), (index, targets, answers) = outputs, labels
+    return score(hidden, weight, index, targets, answers, compiled)
 
 
 def ask_fn(outputs, labels):
     """The most likely next tokens at the same positions; replaces loss_fn for generation."""
-    return next_tokens(*outputs, labels[0])
+    hidden, weight = outputs
+    return next_tokens(hidden, weight, labels[0])

@@ -1,6 +1,7 @@
 """Reads and writes the training state of a DeepSpeed engine, a pipeline's or ZeRO's, by Hugging
 Face names."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import deepspeed
@@ -16,6 +17,8 @@ from deepspeed.utils import (
 )
 
 from llm_demo.core.optim import MOMENTS, adam_steps, fill_adam_state
+from llm_demo.model.weights_files import Weights
+from llm_demo.run.saver import Saver
 from pp.ds_patches import link_moments
 
 KEYS = ("", *MOMENTS)  # what a checkpoint holds of a parameter; its master has no key
@@ -40,9 +43,12 @@ def _in_place(param, key: str) -> torch.Tensor | None:
 
 def _put(param, value: torch.Tensor, key: str = "") -> None:
     """Set a parameter's master or its moment `key` to `value`, its whole new value."""
-    value, names = value.float().reshape(-1), (key,) if key else ()
+    value = value.float().reshape(-1)
     if not hasattr(param, "ds_id"):
-        (safe_set_full_optimizer_state if key else safe_set_full_fp32_param)(param, value, *names)
+        if key:
+            safe_set_full_optimizer_state(param, value, key)
+        else:
+            safe_set_full_fp32_param(param, value)
         return
     # With stage 3, DeepSpeed 0.19.8's safe_set_full_* reads the last rank's part from beyond the
     # end of a parameter whose size the ranks do not divide, and fails. So each sets its own part.
@@ -50,18 +56,20 @@ def _put(param, value: torch.Tensor, key: str = "") -> None:
     values = value[dist.get_rank() * size :][:size]
     part = torch.zeros(size, device=value.device)
     part[: values.numel()] = values
-    (safe_set_local_optimizer_state if key else safe_set_local_fp32_param)(param, part, *names)
+    if key:
+        safe_set_local_optimizer_state(param, part, key)
+    else:
+        safe_set_local_fp32_param(param, part)
 
 
 @torch.no_grad()
-def begin(engine, job) -> None:
-    """Fill what is trained: from the checkpoint of a run.Job that is open, or with the file's
-    values, since DeepSpeed makes masters of the bf16 or fp16 weights."""
-    saver, weights = job.saver, job.plan.source.weights
+def fill_engine(engine, saver: Saver, weights: Weights | None, dtype: torch.dtype) -> None:
+    """Fill what is trained: from the checkpoint to resume, or with the file's values, since
+    DeepSpeed makes masters of the weights in the compute dtype."""
     if saver.path:
         load_state(engine, saver.load, saver.facts)
         return
-    if weights and job.plan.compute.dtype != torch.float32:
+    if weights and dtype != torch.float32:
         for param in engine.module.parameters():
             _put(param, weights.read(param.hf_name).to(engine.device))
     make_moments(engine)
@@ -89,7 +97,7 @@ def _shared(engine) -> tuple[dist.ProcessGroup | None, int, int]:
 
 
 @torch.no_grad()
-def training_state(engine, copies: bool) -> dict[str, torch.Tensor]:
+def engine_state(engine, copies: bool) -> dict[str, torch.Tensor]:
     """{Hugging Face name: fp32 master, name.exp_avg: ..., name.exp_avg_sq: ...} of this rank.
 
     copies: on the CPU, since a GPU has no room for another full copy. Each parameter is gathered by
@@ -113,9 +121,9 @@ def training_state(engine, copies: bool) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def load_state(engine, load, facts: dict) -> None:
+def load_state(engine, load: Callable, facts: dict) -> None:
     """Fill masters, moments and weights. load: fills {name: tensor} from a checkpoint. Of the ranks
-    that share parameters, each reads those that it keeps in `training_state`."""
+    that share parameters, each reads those that it keeps in `engine_state`."""
     make_moments(engine, facts["adam_steps"])
     group, rank, ranks = _shared(engine)
     params, state = list(engine.module.parameters()), {}
@@ -144,7 +152,7 @@ def load_state(engine, load, facts: dict) -> None:
         scaler.cur_hysteresis = scale.get("hysteresis", scaler.cur_hysteresis)
 
 
-def facts_of(engine) -> dict:
+def engine_facts(engine) -> dict:
     """What a checkpoint keeps besides tensors. The loss scale is 1 if the dtype needs none."""
     scale, scaler = {"scale": 1.0, "good_steps": 0}, _scaler(engine)
     if scaler:

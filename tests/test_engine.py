@@ -146,8 +146,8 @@ FLAGS = SimpleNamespace(micro_batch_size=3, grad_accum_steps=5, max_grad_norm=0.
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_engine_config(dtype):
-    switches = ds_engine.read_switches(str(ROOT / "pp/ds_pp_2gpus.json"))
-    config = ds_engine.engine_config(switches, FLAGS, dtype)
+    switches = ds_engine.pipeline_switches(str(ROOT / "pp/ds_pp_2gpus.json"))
+    config = ds_engine.pipeline_config(switches, FLAGS, dtype)
     assert config["zero_optimization"]["stage"] == 1
     assert config["train_micro_batch_size_per_gpu"] == 3
     assert config["gradient_accumulation_steps"] == 5
@@ -162,9 +162,9 @@ def test_engine_config(dtype):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_zeros_engine_config(stage, compiled):
     """Stage 3 would overlap by default, and its linear layer can't be compiled."""
-    switches = zero_engine.read_switches(str(ROOT / f"zero/ds_zero{stage}.json"))
+    switches = zero_engine.zero_switches(str(ROOT / f"zero/ds_zero{stage}.json"))
     compute = SimpleNamespace(dtype=torch.bfloat16, compile=compiled)
-    config = zero_engine.engine_config(switches, FLAGS, compute)
+    config = zero_engine.zero_config(switches, FLAGS, compute)
     zero = deepspeed_base.DeepSpeedZeroConfig(**config["zero_optimization"])
     assert zero.stage == stage and zero.overlap_comm is False
     assert zero.memory_efficient_linear != (stage == 3 and compiled)
@@ -177,7 +177,7 @@ def test_switches_are_as_deepspeed_reads_them(tmp_path):
     given = {"stage": 2.0, "reduce_bucket_size": "1000", "overlap_comm": "no"}
     given["offload_optimizer"] = {"device": "cpu", "pin_memory": "yes"}
     (tmp_path / "x.json").write_text(json.dumps({"zero_optimization": given}))
-    read = zero_engine.read_switches(str(tmp_path / "x.json"))["zero_optimization"]
+    read = zero_engine.zero_switches(str(tmp_path / "x.json"))["zero_optimization"]
     offload = {"device": "cpu", "pin_memory": True}
     assert read == {
         "stage": 2, "reduce_bucket_size": 1000, "overlap_comm": False, "offload_optimizer": offload
@@ -189,7 +189,7 @@ def test_fp16_on_a_gpu_where_deepspeed_has_none(monkeypatch):
     monkeypatch.setattr(accelerator, "is_fp16_supported", lambda: False)
     monkeypatch.setattr(accelerator, "device_name", lambda: "cuda")
     with pytest.raises(UserError, match="--dtype fp16"):
-        ds_engine.engine_config({}, FLAGS, torch.float16)
+        ds_engine.pipeline_config({}, FLAGS, torch.float16)
 
 
 WAYS = {

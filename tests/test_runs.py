@@ -737,7 +737,7 @@ def test_the_loss_scale_goes_on_as_if_never_stopped(at, monkeypatch):
     for step, overflow in enumerate(overflows(2600)):
         if step == at:
             again.load(json.loads(json.dumps(whole.facts())))
-            facts = json.loads(json.dumps(ds_state.facts_of(one)))
+            facts = json.loads(json.dumps(ds_state.engine_facts(one)))
             ds_state.load_state(other, lambda tensors: None, facts)
         for scale in (whole, again)[: 1 + (step >= at)]:
             scale.update(torch.tensor(overflow))
@@ -746,7 +746,8 @@ def test_the_loss_scale_goes_on_as_if_never_stopped(at, monkeypatch):
         if step >= at:
             assert whole.facts() == again.facts(), step
             assert scaler.cur_scale == scaler_again.cur_scale, step
-            assert ds_state.facts_of(one)["loss_scale"] == ds_state.facts_of(other)["loss_scale"]
+            facts, facts_again = ds_state.engine_facts(one), ds_state.engine_facts(other)
+            assert facts["loss_scale"] == facts_again["loss_scale"]
         seen.append((whole.scale.item(), scaler.cur_scale))
     assert len(set(seen)) > 4  # it moved
 

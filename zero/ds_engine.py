@@ -1,21 +1,25 @@
 """DeepSpeed's ZeRO engine: its switches, its configuration, the sharded model."""
 
 import torch
+from transformers import PreTrainedModel
 
 from llm_demo.core.decoder import Blocks, DecoderLoss, Tail, materialise
 from llm_demo.core.errors import UserError
+from llm_demo.flags.args import Args
 from llm_demo.model.weights_files import Weights
+from llm_demo.run.choices import Compute
 from pp import deepspeed_base
 from pp.deepspeed_base import check_names, quiet
 from pp.ds_patches import patch_zero, reduce_when_whole
 
 # isort: split
 import deepspeed  # now that its version is checked
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import set_z3_leaf_modules
 
 # Switches allowed in --deepspeed_config.
-SWITCHES = {"memory_breakdown": bool, "steps_per_print": int}
-ZERO = {
+ZERO_SWITCHES = {"memory_breakdown": bool, "steps_per_print": int}
+ZERO_OPTIONS = {
     "stage",
     "reduce_bucket_size",
     "allgather_bucket_size",
@@ -33,9 +37,9 @@ ZERO = {
 OFFLOAD = {"device", "pin_memory"}
 
 
-def read_switches(path: str) -> dict:
+def zero_switches(path: str) -> dict:
     """The user's engine switches. Raises UserError for those that train wrongly."""
-    switches = deepspeed_base.allowed_switches(path, SWITCHES, ZERO)
+    switches = deepspeed_base.allowed_switches(path, ZERO_SWITCHES, ZERO_OPTIONS)
     zero = switches.get("zero_optimization", {})
     stage = zero.get("stage", 0)
     if stage not in (1, 2, 3):
@@ -55,15 +59,18 @@ def read_switches(path: str) -> dict:
     return switches
 
 
-def parallelism_of(switches: dict) -> str:
+def zero_name(switches: dict) -> str:
     """A few words for the log and config.json."""
     zero = switches["zero_optimization"]
-    names = {"offload_optimizer": "optimizer", "offload_param": "parameters"}
-    host = [name for key, name in names.items() if key in zero]
-    return f"DeepSpeed ZeRO-{zero['stage']}" + (f", {' and '.join(host)} on the host" * bool(host))
+    name = f"DeepSpeed ZeRO-{zero['stage']}"
+    offloads = {"offload_optimizer": "optimizer", "offload_param": "parameters"}
+    on_host = [what for key, what in offloads.items() if key in zero]
+    if on_host:
+        name += f", {' and '.join(on_host)} on the host"
+    return name
 
 
-def engine_config(switches: dict, args, compute) -> dict:
+def zero_config(switches: dict, args: Args, compute: Compute) -> dict:
     """The engine's configuration: the switches plus what the flags own."""
     config = deepspeed_base.shared_config(switches, args, compute.dtype)
     zero = {**config["zero_optimization"], "overlap_comm": False}  # stage 3 overlaps by default
@@ -75,8 +82,13 @@ def engine_config(switches: dict, args, compute) -> dict:
     return config
 
 
-def build(
-    lm, weights: Weights | None, seed: int, device: torch.device, dtype: torch.dtype, config: dict
+def fill_skeleton(
+    lm: PreTrainedModel,
+    weights: Weights | None,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    config: dict,
 ) -> None:
     """Give a skeleton its weights in the compute dtype: all of them on every rank, or with stage 3
     this rank's shards, one block at a time, so that no rank holds the model."""
@@ -85,7 +97,10 @@ def build(
         p.data = p.data.to(dtype)
     lm.model.rotary_emb.to(device)
     blocks = [f"model.layers.{i}" for i in range(len(lm.model.layers))]
-    for name in ("model.embed_tokens", *blocks, "model.norm", *(() if tied else ("lm_head",))):
+    names = ["model.embed_tokens", *blocks, "model.norm"]
+    if not tied:
+        names.append("lm_head")
+    for name in names:
         module = materialise(lm, name, weights, seed, device)
         if config["zero_optimization"]["stage"] == 3:
             with quiet():
@@ -94,7 +109,9 @@ def build(
         lm.lm_head.weight = lm.model.embed_tokens.weight
 
 
-def make_engine(model: DecoderLoss, optimizer: torch.optim.Optimizer, config: dict):
+def zero_engine(
+    model: DecoderLoss, optimizer: torch.optim.Optimizer, config: dict
+) -> DeepSpeedEngine:
     """deepspeed.initialize for a model whose forward is the loss."""
     if config["zero_optimization"]["stage"] == 3:
         # A unit's weights are gathered at once, before its forward. The tail needs it: it uses the

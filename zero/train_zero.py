@@ -22,6 +22,7 @@ if __name__ == "__main__":  # before the slow imports
 
 import torch
 
+from llm_demo import memory
 from llm_demo.core.decoder import DecoderLoss, inputs_of, make_units
 from llm_demo.core.loop import score_rows
 from llm_demo.core.optim import make_adamw, set_lr
@@ -29,92 +30,107 @@ from llm_demo.core.rows import label_positions, micro_batches
 from llm_demo.machine.dist import run as run_script
 from llm_demo.machine.dist import start
 from llm_demo.machine.text import counted
-from llm_demo.memory import check_host, peaks, report, settings_of
 from llm_demo.model.check_config import refuse_experts
 from llm_demo.model.costs import param_count, sizes_of, unit_sizes
 from llm_demo.model.weights_files import loading
 from llm_demo.run.choices import compiles_adamw, decoder_of
 from llm_demo.run.job import Job, run
+from pp import ds_patches, ds_state
+from zero import ds_engine
 
 
 def main() -> None:
-    args = parse()
-    # after the flags: importing DeepSpeed takes seconds
-    from zero import ds_engine
-
-    world = start()
-    switches = ds_engine.read_switches(args.deepspeed_config)
+    args, world = parse(), start()
+    switches = ds_engine.zero_switches(args.deepspeed_config)
     if switches["zero_optimization"]["stage"] == 3:
         # its gathers and reductions end later than the calls
         args = dataclasses.replace(args, comm_timer=False)
     job = Job(args, world, "zero")
-    job.log.resolved(parallelism=ds_engine.parallelism_of(switches), comm_timer=args.comm_timer)
+    job.log.resolved(parallelism=ds_engine.zero_name(switches), comm_timer=args.comm_timer)
     job.decide(world.size, refuse_experts)
-    settings = ds_engine.engine_config(switches, args, job.plan.compute)
-    _, config, compute, train = job.planned()
-    of_run = settings_of(
+    settings = ds_engine.zero_config(switches, args, job.plan.compute)
+    ranks = peaks_of_ranks(job, settings["zero_optimization"])
+    if args.estimate:
+        job.log.say(memory.report(ranks, args))
+    elif job.open(copies=True):
+        advice = "use more nodes, a smaller model, or fsdp/, which needs less"
+        memory.check_host(ranks, args, world, say=job.log.say, advice=advice)
+        run(job, Zero(job, settings))
+
+
+def peaks_of_ranks(job: Job, zero: dict) -> list:
+    """The estimated peak memory, see memory.peaks. zero: DeepSpeed's settings of ZeRO."""
+    args, config, compute, train = job.planned()
+    settings = memory.settings_of(
         "zero",
         args,
         compute,
         train,
-        ranks=world.size,
-        zero=settings["zero_optimization"],
+        ranks=job.world.size,
+        zero=zero,
         copies=bool(args.save or args.resume),
     )
-    ranks = peaks(sizes_of(config), of_run)
-    if args.estimate:
-        job.log.say(report(ranks, args))
-    elif job.open(copies=True):
-        advice = "use more nodes, a smaller model, or fsdp/, which needs less"
-        check_host(ranks, args, world, job.log.say, advice)
-        run(job, Zero(job, settings))
+    return memory.peaks(sizes_of(config), settings)
 
 
 class Zero:
     """The model on this rank, and what loop.train asks of it. settings: DeepSpeed's."""
 
     def __init__(self, job: Job, settings: dict):
-        from pp import ds_patches, ds_state
-        from zero import ds_engine
-
         args, world, plan = job.args, job.world, job.plan
         config, weights, compute = plan.source.config, plan.source.weights, plan.compute
-        self.job, self.args, self.world, self.ds_state = job, args, world, ds_state
+        self.args, self.world, self.timer, self.plan = args, world, job.timer, plan
 
         # stage 3 shards each block as soon as it has weights
         ds_patches.join_group(world.device)
         lm = decoder_of(config, weights, compute)
         n_params = param_count(lm)
         sizes = unit_sizes(config, config.num_hidden_layers, args.blocks_per_unit)
-        budget = args.activation_memory_budget if compute.compile else None
-        units = make_units(lm.model.layers, sizes, args.use_activation_checkpointing, budget)
+        units = make_units(
+            lm.model.layers,
+            sizes,
+            checkpointing=args.use_activation_checkpointing,
+            budget=args.activation_memory_budget if compute.compile else None,
+        )
         with loading(weights, 1):
-            ds_engine.build(lm, weights, args.seed, world.device, compute.dtype, settings)
+            ds_engine.fill_skeleton(
+                lm,
+                weights,
+                args.seed,
+                device=world.device,
+                dtype=compute.dtype,
+                config=settings,
+            )
         self.model = DecoderLoss(lm, units, compute.compile)
 
         on_host = "offload_optimizer" in settings["zero_optimization"]
         works = compute.compile and not on_host
         compiled = job.log.decided(compiles_adamw(works, n_params, world.size))
-        params = self.model.parameters()
-        optimizer = make_adamw(params, plan.horizon.lr, args.weight_decay, compiled)
-        self.engine = ds_engine.make_engine(self.model, optimizer, settings)
+        optimizer = make_adamw(
+            self.model.parameters(),
+            lr=plan.horizon.lr,
+            weight_decay=args.weight_decay,
+            compiled=compiled,
+        )
+        self.engine = ds_engine.zero_engine(self.model, optimizer, settings)
         processes = counted(world.size, "process", "processes")
         parallelism = job.log.settings["parallelism"]
         job.log.say(f"{parallelism} over {processes}: {n_params:,} parameters")
-        ds_state.begin(self.engine, job)
+        ds_state.fill_engine(self.engine, job.saver, weights, compute.dtype)
 
     def step(self, rows, n_labels: int, lr: float):
-        args, engine, data = self.args, self.engine, self.job.plan.data
+        args, world, engine = self.args, self.world, self.engine
         set_lr(engine.optimizer, lr)
-        total = torch.zeros((), device=self.world.device)
-        over, micro = (self.world.rank, self.world.size), args.micro_batch_size
-        batches = micro_batches(data.train, rows, *over, micro)
-        for i, batch in enumerate(self.job.timer.data(batches)):
+        total = torch.zeros((), device=world.device)
+        batches = micro_batches(
+            self.plan.data.train, rows, world.rank, world.size, args.micro_batch_size
+        )
+        for i, batch in enumerate(self.timer.data(batches)):
             # By hand: the engine would count micro-batches, also those before a resumed run.
             engine.set_gradient_accumulation_boundary(i == args.grad_accum_steps - 1)
             loss = self.forward(batch, *label_positions(batch.labels), call=engine) / n_labels
             # the engine averages over ranks, which the factor undoes
-            engine.backward(loss * self.world.size, scale_wrt_gas=False)
+            engine.backward(loss * world.size, scale_wrt_gas=False)
             total += loss.detach()
         engine.step()
         return total, engine.get_global_grad_norm()
@@ -129,14 +145,14 @@ class Zero:
         return {}
 
     def state(self) -> dict[str, torch.Tensor]:
-        return self.ds_state.training_state(self.engine, copies=True)
+        return ds_state.engine_state(self.engine, copies=True)
 
     def facts(self) -> dict:
-        return self.ds_state.facts_of(self.engine)
+        return ds_state.engine_facts(self.engine)
 
     def forward(self, batch, index, targets=None, answers=None, call=None) -> torch.Tensor:
         """DecoderLoss.forward. call: the engine, for a forward that has a backward."""
-        attn_impl, device = self.job.plan.compute.attn_impl, self.world.device
+        attn_impl, device = self.plan.compute.attn_impl, self.world.device
         inputs = inputs_of(batch, index, targets, answers, attn_impl=attn_impl, device=device)
         return (call or self.model)(*inputs)
 
