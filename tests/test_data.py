@@ -25,7 +25,7 @@ from llm_demo.data.sources import heldout_beside
 from llm_demo.machine import cache
 from llm_demo.machine.text import counted
 from llm_demo.run.cut import describe_split
-from llm_demo.run.plan import choose_horizon, usual_lr
+from llm_demo.run.plan import choose_horizon, usual_lr, with_max_docs
 
 SHARED = Path(__file__).parents[2] / "shared"
 TEXTS = ["a" * (i % 13) + f"{i:03d}" for i in range(200)]  # documents of 4 to 16 tokens with eos
@@ -261,6 +261,15 @@ def test_without_shuffling_every_epoch_is_in_file_order(tmp_path, packs):
     assert (epochs[0] == epochs[1]).all() and sorted(epochs[0]) == list(range(len(packs)))
     first = [packs.row_docs[packs.row_start[i]] for i in epochs[0]]
     assert first == sorted(first)
+
+
+def test_training_and_held_out_rows_have_one_shape(tmp_path, packs):
+    single = load(write(tmp_path / "x.jsonl"), pack=False)
+    assert packs.max_docs > single.max_docs == 2
+    for train, heldout in ((single, packs), (packs, single), (packs, None)):
+        data = with_max_docs(train, heldout)
+        assert data.max_docs == packs.max_docs
+        assert all(rows.max_docs == packs.max_docs for rows in data.packs())
 
 
 def test_collate(tmp_path):
