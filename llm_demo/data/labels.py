@@ -78,10 +78,9 @@ class Codec:
         self.special_ids, self.specials = frozenset(special), _any_of(special.values())
         self.closings = closings(tokenizer)
         self.ends = _any_of(special[i] for i in stop_tokens(tokenizer) if i in special)  # of a turn
-        template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
-        templates = tokenizer.chat_template  # some have a second one, for tools
-        self.template = "\n".join(templates.values()) if isinstance(templates, dict) else template
+        self.template = template_of(tokenizer)
         # the template marks the assistant's tokens itself
+        template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
         self.tagged = re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
         bos = [tokenizer.bos_token_id]  # ids put before plain text: one or none
         self.bos = bos if tokenizer("a")["input_ids"][:1] == bos else []
@@ -128,6 +127,12 @@ class Codec:
         return self.drops_reasoning
 
 
+def template_of(tokenizer) -> str:
+    """The text of the chat template, or of both if there is a second one, for tools."""
+    templates = tokenizer.chat_template
+    return "\n".join(templates.values()) if isinstance(templates, dict) else templates or ""
+
+
 def has_variable(template: str, name: str) -> bool:
     """Whether a chat template may read a variable of this name."""
     return re.search(rf"\b{re.escape(name)}\b", template) is not None
@@ -143,12 +148,12 @@ def thinking_variables(template: str) -> list[dict]:
 def closes_reasoning(tokenizer, variables: dict) -> dict | None:
     """What to add to variables of the chat template, so that the prompt of a question holds a
     closed, empty block of reasoning; {} if it does so without, None if nothing does it."""
-    templates = tokenizer.chat_template
-    text = "\n".join(templates.values()) if isinstance(templates, dict) else templates or ""
     question = [{"role": "user", "content": "?"}]
-    others = [more for more in thinking_variables(text) if not more.keys() & variables.keys()]
-    for more in ({}, *others):
-        prompt = _try_render(tokenizer, question, add_generation_prompt=True, **variables, **more)
+    for more in ({}, *thinking_variables(template_of(tokenizer))):
+        if more.keys() & variables.keys():
+            continue
+        given = variables | more
+        prompt = _try_render(tokenizer, question, add_generation_prompt=True, **given)
         if prompt and CLOSED_BLOCK.search(prompt):
             return more
     return None
@@ -174,9 +179,9 @@ def stop_tokens(tokenizer) -> list[int]:
     if tokenizer.chat_template:
         texts = [_behind_answer(tokenizer), *closings(tokenizer).values()]
         stop |= {_special(tokenizer, text, 0) for text in texts}
-        function = {"name": "ANSWER", "arguments": {}}
-        called = {"tool_calls": [{"type": "function", "function": function}]}
-        stop |= {_special(tokenizer, _behind_answer(tokenizer, content="", **called), -1)}
+        call = {"type": "function", "function": {"name": "ANSWER", "arguments": {}}}
+        behind_call = _behind_answer(tokenizer, content="", tool_calls=[call])
+        stop.add(_special(tokenizer, behind_call, -1))
     return sorted(stop - {None})
 
 

@@ -18,7 +18,7 @@ from llm_demo.data.sources import content_of, find_files, place_of, suffix_of
 from llm_demo.flags.args import names_of
 from llm_demo.machine.cache import build
 from llm_demo.machine.files import cache_folder
-from llm_demo.machine.text import counted, progress
+from llm_demo.machine.text import counted
 
 PACK_VERSION = (
     11  # of a pack; increase it when the same files are read, labelled or stored differently
@@ -126,7 +126,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
             free[size].append(rows)
             any_free[size] = True
 
-    for n in progress(np.flatnonzero(n_of)[::-1].tolist(), "packing", unit="lengths"):
+    for n in np.flatnonzero(n_of)[::-1].tolist():
         documents = by_length[done : done + n_of[n]]
         done += n_of[n]
         while len(documents):
