@@ -20,7 +20,6 @@ from llm_demo.core.decoder import (
     spread_rows,
 )
 from llm_demo.core.experts import keep_part, kept_in_fp32
-from llm_demo.core.masters import Masters
 from llm_demo.core.mesh import World, make_part_mesh
 from llm_demo.flags.args import Args
 from llm_demo.machine.device import DTYPES
@@ -94,6 +93,8 @@ def build(
             host.allocate()
         optimized = host
         if has_masters:
+            from llm_demo.core.masters import Masters
+
             optimized = Masters(
                 model,
                 units=list(model.units),

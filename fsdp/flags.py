@@ -5,7 +5,6 @@ import dataclasses
 from llm_demo.core.errors import UserError
 from llm_demo.flags.args import MAX_COUNT, ExpertArgs, LowBitArgs, SpreadArgs, check_divides_rows
 from llm_demo.flags.parsing import flag
-from llm_demo.model.adapter_folder import adopted
 
 OVER_RANKS = ("replicas", "expert_parallel", "sequence_parallel", "tensor_parallel")
 
@@ -95,6 +94,8 @@ class FsdpArgs:
     def fill(values: dict) -> None:
         """Set what other flags decide, before the flags are frozen."""
         if values["adapter"]:
+            from llm_demo.model.adapter_folder import adopted
+
             values |= adopted(values)
         if values["lora_rank"] and values["lora_targets"] is None:
             values["lora_targets"] = "all-linear"

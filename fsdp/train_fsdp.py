@@ -22,12 +22,6 @@ if __name__ == "__main__":  # before the slow imports
 import torch
 
 from fsdp.build import build
-from fsdp.by_memory import (
-    choose_attention_kept,
-    choose_spread,
-    refuse_replicas,
-    settings_of_copy,
-)
 from fsdp.sharding import (
     Layout,
     from_owners,
@@ -52,9 +46,8 @@ from llm_demo.core.rows import label_positions, micro_batches, real_tokens, to_d
 from llm_demo.machine.device import DTYPES
 from llm_demo.machine.dist import run as run_script
 from llm_demo.machine.dist import start
-from llm_demo.memory import peaks, report
 from llm_demo.model.check_config import check_experts
-from llm_demo.model.costs import sizes_of
+from llm_demo.model.families import is_mixture
 from llm_demo.run.job import Job, run
 
 
@@ -66,17 +59,25 @@ def main() -> None:
     job.log.resolved(fsdp=layout.sharded, parallelism=parallelism)
     job.decide(layout.data_parallel, functools.partial(check_experts, args))
     refuse_plan(args, layout, job.plan)
-    expert_parallel = choose_spread(*job.planned(), world, job.log)
-    layout = layout._replace(expert_parallel=expert_parallel)
-    ranks, sharded = layout.n_shards, layout.sharded
+    if is_mixture(job.plan.source.config):
+        from fsdp.by_memory import choose_spread
+
+        expert_parallel = choose_spread(*job.planned(), world, job.log)
+        layout = layout._replace(expert_parallel=expert_parallel)
     if args.use_activation_checkpointing:
-        job.plan = choose_attention_kept(job, ranks, sharded, expert_parallel)
+        from fsdp.by_memory import choose_attention_kept
+
+        job.plan = choose_attention_kept(
+            job, layout.n_shards, layout.sharded, layout.expert_parallel
+        )
     if args.estimate:
-        _, config, compute, train = job.planned()
-        settings = settings_of_copy(args, compute, train, ranks, sharded, expert_parallel)
-        job.log.say(report(peaks(sizes_of(config), settings) * layout.replicas, args))
+        from fsdp.by_memory import report_of
+
+        job.log.say(report_of(*job.planned(), layout))
         return
     if layout.replicas > 1:
+        from fsdp.by_memory import refuse_replicas
+
         refuse_replicas(*job.planned(), layout.n_shards, layout.replicas)
     if job.open():
         run(job, Fsdp(job, layout))

@@ -60,8 +60,9 @@ from llm_demo.model.model_folder import load_model, open_model
 from llm_demo.model.positions import position_limit
 from llm_demo.model.source import find_model, load_tokenizer, set_variables
 from llm_demo.run.checkpoint_files import checked_facts, find_checkpoint
-from llm_demo.run.export_run import export, export_of
+from llm_demo.run.export_run import export
 from llm_demo.run.folder import published
+from llm_demo.run.next_steps import export_of
 
 # An empty block of reasoning. A prompt may have opened it.
 EMPTY_BLOCKS = ("<think></think>", "</think>")

@@ -9,8 +9,7 @@ import pytest
 import torch
 from conftest import ROOT, torchrun
 
-from llm_demo.core.timer import CommTimer, _Clock, union
-from llm_demo.machine.profiling import waiting
+from llm_demo.core.timer import CommTimer, _Clock, union, waiting
 
 LATE = """
 import sys, time, torch, torch.distributed as dist
@@ -33,7 +32,7 @@ everyone = [None] * 2
 timer.remove()
 assert dist.all_reduce is original
 dist.all_gather_object(everyone, operations)
-from llm_demo.machine.profiling import waiting
+from llm_demo.core.timer import waiting
 found = ["FOUND", rank, busy, exposed, waiting(everyone)[rank]]
 sys.stdout.write(" ".join(map(str, [*found, sorted(operations, key=str)])) + "\\n")
 dist.destroy_process_group()

@@ -251,7 +251,7 @@ def test_the_values_of_a_cpu():
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="no Triton")
 def test_the_kernel():
     """In Triton's interpreter, to the bit. There, bf16 is cut off and not rounded."""
-    code = "import torch, test_four_bits as t; from llm_demo.core import four_bits_kernel as k\n"
+    code = "import torch, test_four_bits as t; from llm_demo.options import four_bits_kernel as k\n"
     code += "values = lambda *args: k.values(*args[:3], torch.float32).to(args[3])\n"
     code += "t.four_bits.values_of = values; t.same_as_the_library('cpu'); print('same')"
     where = {"PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}", "TRITON_INTERPRET": "1"}

@@ -19,6 +19,7 @@ no kernel runs.
 import contextlib
 import functools
 import inspect
+import math
 import resource
 import sys
 import time
@@ -161,6 +162,20 @@ def union(intervals) -> float:
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     return total
+
+
+def waiting(ranks: list[dict]) -> list[float]:
+    """How long each rank waited inside operations, overlaps counted once. ranks: {operation:
+    (start, end)} of each, by its own clock, in the unit of the result."""
+    transfer = {}
+    for operations in ranks:
+        for key, (start, end) in operations.items():
+            least = 0.0 if AWAIT in str(key[0]) else end - start
+            transfer[key] = min(least, transfer.get(key, math.inf))
+    return [
+        union((start, end - transfer[key]) for key, (start, end) in operations.items())
+        for operations in ranks
+    ]
 
 
 class _Clock:

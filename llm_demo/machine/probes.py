@@ -261,7 +261,7 @@ def four_bits(device: str = "cuda") -> str | None:
     shape = (96, 320)
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     if device == "cuda":
-        from llm_demo.core import four_bits_kernel  # noqa: F401  it computes the values there
+        from llm_demo.options import four_bits_kernel  # noqa: F401  it computes the values there
 
     def run(place):
         bits, scales = quantised(weight.to(place))

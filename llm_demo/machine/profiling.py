@@ -5,7 +5,6 @@ On a CPU, gloo's operations replace kernels."""
 
 import gzip
 import json
-import math
 import re
 import warnings
 from collections import Counter
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from llm_demo.core.mesh import World
-from llm_demo.core.timer import AWAIT, MUTED, union
+from llm_demo.core.timer import AWAIT, MUTED, union, waiting
 from llm_demo.machine.files import write_text
 
 # what an operation by NVIDIA's copy engines consists of, see fsdp/copy_engines.py
@@ -181,17 +180,3 @@ def page(title: str, figures: dict) -> str:
     for name, (ms, n) in by_time[:LARGEST]:
         lines.append(f"  {ms:8.3f} {n:7.1f}  {name[:110]}")
     return "\n".join(lines) + "\n"
-
-
-def waiting(ranks: list[dict]) -> list[float]:
-    """How long each rank waited inside operations, overlaps counted once. ranks: {operation:
-    (start, end)} of each, by its own clock, in the unit of the result."""
-    transfer = {}
-    for operations in ranks:
-        for key, (start, end) in operations.items():
-            least = 0.0 if AWAIT in str(key[0]) else end - start
-            transfer[key] = min(least, transfer.get(key, math.inf))
-    return [
-        union((start, end - transfer[key]) for key, (start, end) in operations.items())
-        for operations in ranks
-    ]

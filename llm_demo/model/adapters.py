@@ -29,10 +29,8 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 FACTOR_NAME = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")
 
 
-def decide_lora(args, world: World, source, dtype: str) -> tuple[Lora | None, list[str]]:
-    """(the adapters that the flags ask for, if any, lines). source: a model_folder.Source."""
-    if not args.lora_rank:
-        return None, []
+def decide_lora(args, world: World, source, dtype: str) -> tuple[Lora, list[str]]:
+    """(the adapters that the flags ask for, lines). source: a model_folder.Source."""
     if args.export != "none" and not importlib.util.find_spec("peft"):
         raise UserError("--export of adapters needs peft, which is not installed: run setup.sh")
     identify = functools.partial(

@@ -26,8 +26,6 @@ import torch
 
 from llm_demo.core.errors import UserError
 from llm_demo.machine.text import blame
-from llm_demo.options import four_bits
-from llm_demo.options.four_bits_library import library, need_library, pack
 
 E4M3 = torch.float8_e4m3fn
 LARGEST_E4M3 = torch.finfo(E4M3).max  # 448
@@ -233,6 +231,8 @@ def four_bits_of(
                 )
         with blame(f"{folder}: {state}"):
             found[name] = _stored(state, read)
+        from llm_demo.options.four_bits_library import library, need_library
+
         need_library()
         levels = {
             ".quant_map": library().get_4bit_type("nf4", "cpu"),
@@ -250,6 +250,8 @@ def _stored(state: str, read: Callable[[str], torch.Tensor]) -> Stored:
     raise."""
     facts = json.loads(bytes(read(state).tolist()))
     kind = [facts[key] for key in ("quant_type", "blocksize", "nested_blocksize")]
+    from llm_demo.options import four_bits
+
     if kind != ["nf4", four_bits.BLOCK, four_bits.GROUP] or not state.endswith("nf4"):
         raise ValueError(f"{kind}: only nf4 by blocks of {four_bits.BLOCK} and {four_bits.GROUP}")
     rows, columns = facts["shape"]
@@ -264,6 +266,9 @@ def packed(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(bytes of a weight, its scales) for options.four_bits. Raises UserError if one is not
     finite, or a tensor has not as many elements as the weight's shape implies."""
+    from llm_demo.options import four_bits
+    from llm_demo.options.four_bits_library import pack
+
     group, *levels = (read(name + part).flatten() for part in PARTS_OF_4_BITS[1:])
     scales = torch.cat([group, torch.tensor([stored.offset]), *levels])
     if not scales.isfinite().all():

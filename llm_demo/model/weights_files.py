@@ -27,7 +27,6 @@ from llm_demo.machine.text import blame, differences, watched
 from llm_demo.model import low_bits
 from llm_demo.model.families import OTHER_PARTS, TEXT_PREFIX
 from llm_demo.model.local_model import refuse_deepspeed
-from llm_demo.options.four_bits import values_of
 
 SAMPLE = 4096  # bytes at the beginning, the middle and the end of a tensor
 EXTRA = "eh_proj.weight"  # only layers of multi-token prediction have it
@@ -214,6 +213,8 @@ class Weights:
         or in fp32 if that is fp8 or 4 bits, on the CPU. Raises UserError."""
         if name in self.packed:
             weight, shape = self.read_packed(name), self.packed[name].shape
+            from llm_demo.options.four_bits import values_of
+
             return values_of(*weight, shape[1], torch.float32)[part]
         if name in self.files:
             with _open(self.files[name]) as opened:
@@ -221,7 +222,7 @@ class Weights:
         return self._fuse(name, part)
 
     def read_packed(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the bytes of a weight in 4 bits, its scales), as core.four_bits has them."""
+        """(the bytes of a weight in 4 bits, its scales), as options.four_bits has them."""
         return low_bits.packed(self.packed[name], name, self._whole)
 
     def _whole(self, name: str) -> torch.Tensor:

@@ -17,8 +17,6 @@ def show_answers(plan: Plan, micro_batch_size: int, next_tokens: Callable, log: 
     """Print the model's answers to three prompts and the expected ones. next_tokens: as `ask` of
     `generate`."""
     tokens, data, tokenizer = plan.sample_tokens, plan.data, plan.source.tokenizer
-    if not tokens:
-        return
     seq_len = data.train.seq_len
     pairs = prompts_of(data.heldout or data.train, 3, seq_len - min(tokens, seq_len // 2))
     shape, stop = (micro_batch_size, seq_len), set(stop_tokens(tokenizer))

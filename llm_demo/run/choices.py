@@ -20,7 +20,6 @@ from llm_demo.core.mesh import World
 from llm_demo.flags.args import Args
 from llm_demo.machine.device import Device, dtype_name, has_fused_kernels, is_sm
 from llm_demo.machine.dist import from_rank0, once_per_node
-from llm_demo.machine.probes import try_once
 from llm_demo.machine.text import layer_kinds
 from llm_demo.model.costs import experts_of, heads_of, heads_of_rule, is_hybrid, share_of_heads
 
@@ -36,7 +35,7 @@ class Compute(NamedTuple):
     product: str = "looped"  # of experts, see core/experts.py
     lora: tuple | None = None  # a options.lora.Lora: adapters, the model itself is frozen
     attention_kept: int = 0  # the last blocks whose attention is not recomputed
-    fp8: str = ""  # a recipe of core.fp8
+    fp8: str = ""  # a recipe of options.fp8
     rule: str = "chunked"  # of linear attention, see options/delta.py
 
 
@@ -61,6 +60,13 @@ def versions_of(*packages: str) -> tuple[str, ...]:
         except PackageNotFoundError:
             versions.append("")
     return tuple(versions)
+
+
+def try_kernel(name: str, *arguments: str, versions: tuple = (), seconds: int = 180) -> str | None:
+    """machine.probes.try_once, loaded when something is tried."""
+    from llm_demo.machine import probes
+
+    return probes.try_once(name, *arguments, versions=versions, seconds=seconds)
 
 
 # ---------------------------------------------------------------- attention
@@ -100,7 +106,7 @@ def choose_attention(
     single: bool = False,
     longest: int = 0,
     among: tuple[str, ...] = IMPLS,
-    probe=try_once,
+    probe=try_kernel,
 ) -> tuple[str, list[str]]:
     """(backend, reasons): the fastest backend that runs here, and a line for each rejected one.
 
@@ -170,7 +176,7 @@ def try_rule(rule: str, dtype: str, config) -> str | None:
     versions = versions_of("fla-core", "triton", "tilelang")  # they have kernels or compile them
     heads = heads_of_rule(config)
     # Triton tries variants of each kernel, which takes minutes
-    return try_once("delta", rule, dtype, *heads, versions=versions, seconds=900)
+    return try_kernel("delta", rule, dtype, *heads, versions=versions, seconds=900)
 
 
 def choose_rule(
@@ -200,7 +206,7 @@ def choose_rule(
 # ---------------------------------------------------------------- experts
 
 
-def choose_product(config, device: Device, dtype: torch.dtype, probe=try_once) -> tuple[str, str]:
+def choose_product(config, device: Device, dtype: torch.dtype, probe=try_kernel) -> tuple[str, str]:
     """(a name from experts.PRODUCTS, the reason). probe: as probes.try_once."""
     importlib.import_module("transformers.integrations.moe")  # which registers both
     if device.type == "cpu":
@@ -234,7 +240,7 @@ def choose_compile(
     attn_impl: str,
     problem: str | None = None,
     dtype: torch.dtype = torch.bfloat16,
-    probe=try_once,
+    probe=try_kernel,
 ) -> tuple[bool, str]:
     """(whether to compile, the reason). asked: None decides here. problem: why this model's blocks
     can't be compiled, if so. probe: as probes.try_once.
@@ -276,7 +282,7 @@ def compiles_adamw(
 
 
 def choose_fp8(
-    args: Args, device: Device, compute: Compute, seq_len: int, probe=try_once
+    args: Args, device: Device, compute: Compute, seq_len: int, probe=try_kernel
 ) -> tuple[str, list[str]]:
     """(--fp8 or "", lines). seq_len: tokens of a row. probe: as probes.try_once. Raises UserError
     where it can't work."""
@@ -342,10 +348,10 @@ def decide_four_bits(args: Args, source, world: World) -> None:
 
     once_per_node(world, need_library)
     if world.device.type == "cuda":
-        problem = from_rank0(world, functools.partial(try_once, "four_bits"))
+        problem = from_rank0(world, functools.partial(try_kernel, "four_bits"))
         if problem:
             raise UserError(f"--base_bits 4 does not work here: {problem}")
-        from llm_demo.core import four_bits_kernel  # noqa: F401  a GPU computes the values by it
+        from llm_demo.options import four_bits_kernel  # noqa: F401  a GPU computes the values by it
 
 
 # ---------------------------------------------------------------- all of them

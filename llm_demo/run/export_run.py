@@ -69,14 +69,6 @@ print(model([{{"role": "user", "content": "Your question"}}], max_new_tokens=256
 """
 
 
-def export_of(out: Path, steps: int) -> Path:
-    """`out`, or beside it out_step_N if `out` holds an export of another step than `steps`."""
-    card = out / "README.md"
-    if card.is_file() and f", {steps} optimizer steps, " not in card.read_text("utf-8"):
-        return out.with_name(f"{out.name}_step_{steps}")
-    return out
-
-
 def export(
     checkpoint: Path,
     out: Path,

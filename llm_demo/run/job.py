@@ -22,11 +22,8 @@ from llm_demo.machine.files import finite, write_json
 from llm_demo.machine.text import counted
 from llm_demo.model.costs import parameters_of, state_bytes
 from llm_demo.model.model_folder import describe_model
-from llm_demo.run.answers import show_answers
-from llm_demo.run.export_run import export
 from llm_demo.run.folder import is_described, published
 from llm_demo.run.log import Log
-from llm_demo.run.next_steps import next_steps, without_dry_run
 from llm_demo.run.plan import make_plan
 from llm_demo.run.records import COLUMNS, Records, summarise
 from llm_demo.run.saver import Saver
@@ -158,6 +155,8 @@ def run(job: Job, engine) -> None:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             engine.next_tokens(batch, torch.zeros(args.micro_batch_size, dtype=torch.int64))
         log.say("dry run: everything is ready for step 1")
+        from llm_demo.run.next_steps import without_dry_run
+
         command = without_dry_run(job.world)
         if command:
             log.say(f"next step:\n  {'train:':<10}{command}")
@@ -168,7 +167,10 @@ def run(job: Job, engine) -> None:
     newest = job.saver.folder / f"step_{history.step:08d}"
     best = log.decided(best_of(args, history.evals, newest))
     export_last(job, best)
-    show_answers(job.plan, args.micro_batch_size, next_tokens=engine.next_tokens, log=log)
+    if job.plan.sample_tokens:
+        from llm_demo.run.answers import show_answers
+
+        show_answers(job.plan, args.micro_batch_size, next_tokens=engine.next_tokens, log=log)
     end_run(job, best)
 
 
@@ -228,6 +230,8 @@ def export_last(job: Job, checkpoint: Path) -> None:
     def write() -> str:
         if out.exists():
             return f"--export {args.export}: {out} exists already and is left unchanged"
+        from llm_demo.run.export_run import export
+
         return export(checkpoint, out, args.export)
 
     if args.export != "none":
@@ -265,6 +269,8 @@ def end_run(job: Job, best: Path) -> None:
     settings = argparse.Namespace(**log.settings)
     systems = job.plan.data.train.documents.stats.systems
     system = systems[0] if len(systems) == 1 else ""
+    from llm_demo.run.next_steps import next_steps
+
     lines = next_steps(log.folder, settings, summary["steps"], best, system)
     log.say("\n".join(["next steps:", *lines]))
     log.close()

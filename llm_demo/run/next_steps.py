@@ -9,7 +9,14 @@ from llm_demo.core.mesh import World
 from llm_demo.flags.args import Args, DataArgs, names_of
 from llm_demo.flags.parsing import flag_text
 from llm_demo.machine.text import module, resume, shown, users_folder
-from llm_demo.run.export_run import export_of
+
+
+def export_of(out: Path, steps: int) -> Path:
+    """`out`, or beside it out_step_N if `out` holds an export of another step than `steps`."""
+    card = out / "README.md"
+    if card.is_file() and f", {steps} optimizer steps, " not in card.read_text("utf-8"):
+        return out.with_name(f"{out.name}_step_{steps}")
+    return out
 
 
 def without_dry_run(world: World) -> str:

@@ -35,13 +35,11 @@ from llm_demo.machine.device import dtype_name, prepare_device
 from llm_demo.machine.dist import from_rank0, once_per_node, same_on_all_nodes
 from llm_demo.machine.process import regular
 from llm_demo.machine.text import counted
-from llm_demo.model.adapters import decide_lora, factors_of
 from llm_demo.model.costs import flops_of_slot, sizes_of
 from llm_demo.model.model_folder import Source, find_source
 from llm_demo.model.positions import position_limit, window_of, without_window
 from llm_demo.model.source import with_date
 from llm_demo.model.weights_files import fingerprint, refuse_other_adapters
-from llm_demo.options.lora import Lora
 from llm_demo.run.checkpoint_files import checked_facts, compare_shapes, find_checkpoint, weights_of
 from llm_demo.run.choices import Compute, decide_compute, refuse_for_model
 from llm_demo.run.folder import settings_to_resume
@@ -57,7 +55,7 @@ class Model(NamedTuple):
     """What is trained."""
 
     source: Source
-    lora: Lora | None
+    lora: tuple | None  # an options.lora.Lora
     seq_len: int  # slots of a row; 0: to be derived from the data
     date: str | None  # that the chat template prints
 
@@ -207,8 +205,13 @@ def read_model(
         source = source._replace(tokenizer=tokenizer)
     refuse(source.config)
     refuse_for_model(args, source, world)
-    lora, more = decide_lora(args, world, source, dtype_name(dtype))
-    return Model(source, lora, seq_len, day), lines + more
+    lora = None
+    if args.lora_rank:
+        from llm_demo.model.adapters import decide_lora
+
+        lora, more = decide_lora(args, world, source, dtype_name(dtype))
+        lines += more
+    return Model(source, lora, seq_len, day), lines
 
 
 def decide_seq_len(asked: int, earlier: dict) -> tuple[int, list[str]]:
@@ -226,15 +229,18 @@ def date_of(earlier: dict) -> str:
     return str(date.today())
 
 
-def refuse_other_model(checkpoint: Path, config, lora: Lora | None) -> None:
+def refuse_other_model(checkpoint: Path, config, lora: tuple | None) -> None:
     """Raise UserError if a checkpoint's weights are not those that this run trains."""
     adapters = lora and lora.facts()
     refuse_other_adapters(checkpoint, checked_facts(checkpoint).get("adapters"), adapters)
     shapes = {name: tuple(t.shape) for name, t in skeleton(config, "sdpa").state_dict().items()}
     if config.tie_word_embeddings:
         del shapes["lm_head.weight"]
-    wanted = factors_of(adapters, shapes) if lora else shapes
-    compare_shapes(checkpoint, weights_of(checkpoint), wanted)
+    if lora:
+        from llm_demo.model.adapters import factors_of
+
+        shapes = factors_of(adapters, shapes)
+    compare_shapes(checkpoint, weights_of(checkpoint), shapes)
 
 
 # ---------------------------------------------------------------- the rows
@@ -321,7 +327,7 @@ class Usual(NamedTuple):
     most_passes: int  # over small data
 
 
-def usual_lr(trained: bool, lora: Lora | None) -> Usual:
+def usual_lr(trained: bool, lora: tuple | None) -> Usual:
     """trained: the model has weights.
 
     Adapters want ten times the rate of all weights: "LoRA Without Regret" (Schulman et al. 2025),

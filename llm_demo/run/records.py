@@ -14,11 +14,10 @@ import torch.distributed as dist
 
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
-from llm_demo.core.timer import Timings, peak_host_gb
+from llm_demo.core.timer import Timings, peak_host_gb, waiting
 from llm_demo.flags.args import Args, less_memory, parse_steps
 from llm_demo.machine.device import peak_tflops, this_device
 from llm_demo.machine.files import finite
-from llm_demo.machine.profiling import StepProfiler, waiting
 from llm_demo.machine.text import counted
 from llm_demo.run.folder import WARMUP, last_checkpoint, median, of_ranks, peaks_of
 from llm_demo.run.log import Log
@@ -90,6 +89,8 @@ class Records:
                 f"steps {first_step + 1} to {max_steps}"
             )
         elif steps:
+            from llm_demo.machine.profiling import StepProfiler
+
             self.profiler = StepProfiler(steps, world)
 
     def open(self) -> None:
