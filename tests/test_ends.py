@@ -21,7 +21,6 @@ from conftest import (
     LAUNCHERS,
     ROOT,
     SCRIPTS,
-    TINY,
     assert_same_tensors,
     environment,
     logged,
@@ -31,14 +30,11 @@ from conftest import (
     slow,
     torchrun,
 )
-from safetensors.torch import save_file
 
 from llm_demo.core import errors
-from llm_demo.core.decoder import skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.machine import dist, probes, process
 from llm_demo.machine.secrets import without_given_secrets
-from llm_demo.model.source import load_config
 from llm_demo.run.log import Log
 
 TRAIN = "--seq_len 64 --micro_batch_size 1 --grad_accum_steps 2 --max_steps 5000 --log_every 1"
@@ -207,10 +203,8 @@ def test_a_stop_ends_an_evaluation_and_loses_nothing(kind, tmp_path):
 
 
 # Each moment of the start: bash, Python's own start, the imports of torch, of the ranks.
-MOMENTS = [
-    ("fsdp", "bash"), ("fsdp", 0.5), ("fsdp", "ranks"), ("pp", 0.2), ("pp", 1.5), ("pp", "ranks"),
-    slow("zero", "ranks"), slow("fsdp_pp", "ranks"),
-]  # fmt: skip
+MOMENTS = [("fsdp", "bash"), ("fsdp", 0.5), ("pp", 1.5), ("fsdp", "ranks")]
+MOMENTS += [slow(kind, "ranks") for kind in ("pp", "zero", "fsdp_pp")]
 
 
 @pytest.mark.parametrize("kind, moment", MOMENTS)
@@ -401,39 +395,28 @@ def test_what_is_printed_holds_no_login(tmp_path, monkeypatch):
     done = run([sys.executable, "-m", "llm_demo.check", "--json", "--output_dir", address])
     assert done.returncode == 2 and "https://***@host/rows" in done.stderr, done.stderr
     assert "hunter" not in done.stdout + done.stderr
-    how = {"fresh": True, "MPLBACKEND": address}
-    done = run([sys.executable, "-m", "llm_demo.report", "run"], **how)
-    assert done.returncode == 2 and "https://***@host/rows" in done.stderr, done.stderr
-    assert "hunter" not in done.stderr
 
 
 OSC = "\x1b]0;title\x07 \x9b31m \u202eback"
 
 
-@pytest.mark.parametrize("how", ["shown", "a key", "a switch", "a tensor"])
-def test_no_file_orders_a_terminal_about(how, tmp_path):
-    rows = {"shown": {"prompt": "Why?", "completion": f"So{OSC}."}, "a key": {f"a{OSC}": "b"}}
-    (tmp_path / "rows.jsonl").write_text((json.dumps(rows.get(how, rows["shown"])) + "\n") * 9)
-    config = json.loads((ROOT / "pp/ds_pp_2gpus.json").read_text())
-    (tmp_path / "ds.json").write_text(json.dumps(config | {OSC: 1}))
-    shutil.copytree(TINY, tmp_path / "model")
-    flags = f"--train_json {tmp_path}/rows.jsonl --eval_json none --dry_run --seq_len 64 "
-    script = SCRIPTS["fsdp"]
-    if how == "a switch":
-        script, flags = SCRIPTS["pp"], f"{flags} --stages 1 --deepspeed_config {tmp_path}/ds.json"
-    if how == "a tensor":
-        lm = skeleton(load_config(tmp_path / "model", 64), "sdpa").to_empty(device="cpu")
-        tensors = {name: torch.zeros_like(p) for name, p in lm.named_parameters()}
-        save_file(tensors | {OSC: torch.ones(1)}, tmp_path / "model/model.safetensors")
-        flags += f" --model_name_or_path {tmp_path}/model"
-    done = run([sys.executable, ROOT / script, *flags.split()])
+@pytest.mark.parametrize(
+    "row, code",
+    [({"prompt": "Why?", "completion": f"So{OSC}."}, 0), ({f"a{OSC}": "b"}, 2)],
+    ids=["shown", "refused"],
+)
+def test_no_file_orders_a_terminal_about(row, code, tmp_path):
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 9)
+    flags = f"--train_json {tmp_path}/rows.jsonl --eval_json none --dry_run --seq_len 64"
+    done = run([sys.executable, ROOT / SCRIPTS["fsdp"], *flags.split()])
     said = done.stdout + done.stderr
-    assert done.returncode == (0 if how == "shown" else 2), said
+    assert done.returncode == code, said
     assert "\\x1b]0;title" in said and not errors.CONTROL.search(said)
 
 
-@pytest.mark.parametrize("where", ["a full disk", "no reader"])
-@pytest.mark.parametrize("what", ["llm_demo.fit", "llm_demo.launch"])
+@pytest.mark.parametrize(
+    "what, where", [("llm_demo.fit", "a full disk"), ("llm_demo.launch", "no reader")]
+)
 def test_output_that_goes_nowhere_is_no_traceback(what, where):
     fit = f"{ROOT}/models/qwen3-tiny --cards 1 --memory 80 --tokens_a_step 100"
     start = f"--settings -- {ROOT}/fsdp/train_fsdp.py --help"

@@ -15,6 +15,7 @@ MEETS = """
 import os
 from importlib import metadata
 from llm_demo.machine import dist
+dist.drawn_on = lambda: os.environ.get("KIND", "CPU")
 if "OTHER" in os.environ:
     name, version = os.environ["OTHER"].split("=")
     real = metadata.version
@@ -81,13 +82,19 @@ def test_nodes_with_other_numbers_end(who, words, tmp_path, record_property):
     assert any(re.search(words, text) for _, text in found)
 
 
-def test_other_versions_end_all_nodes(tmp_path, record_property):
+@pytest.mark.parametrize(
+    "other, name, here, there",
+    [
+        (("OTHER", "transformers=4.1"), "transformers", metadata.version("transformers"), "4.1"),
+        (("KIND", "H200"), "the GPU", "CPU", "H200"),
+    ],
+)
+def test_other_versions_and_gpus_end_all_nodes(other, name, here, there, tmp_path, record_property):
     record_property("bad inputs", 1)
-    found, _ = nodes(tmp_path, (0, 2), (1, 2, ("OTHER", "transformers=4.1")))
-    here = metadata.version("transformers")
+    found, _ = nodes(tmp_path, (0, 2), (1, 2, other))
     for code, text in found:
         assert code == 2, text
-        assert f"error: transformers is {here} on rank 0, but 4.1 on rank 1: start all" in text
+        assert f"error: {name} is {here} on rank 0, but {there} on rank 1: start all" in text
 
 
 def test_the_digest_is_of_all_code(tmp_path, monkeypatch):

@@ -148,9 +148,17 @@ def peak_host_gb() -> float:
 
 
 COLLECTIVES = (
-    "all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_single",
-    "reduce_scatter_tensor", "reduce_scatter_single", "all_to_all_single", "send", "recv",
-)  # fmt: skip
+    "all_reduce",
+    "broadcast",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+    "all_to_all_single",
+    "send",
+    "recv",
+)
 AWAIT = "wait_signal"  # an operation that only waits
 MUTED = "llm_demo: not timed"  # so that a CPU profile can exclude it too
 

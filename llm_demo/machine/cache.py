@@ -83,7 +83,8 @@ def verified(folder: str) -> dict[str, str]:
         sums = json.load(file)
     if not isinstance(sums, dict) or not all(isinstance(of, str) for of in sums.values()):
         raise ValueError(f"{SUMS} is not a list of checksums")
-    if bad := dict(sums.items() ^ _sums_of(folder).items()):
+    bad = dict(sums.items() ^ _sums_of(folder).items())
+    if bad:
         raise ValueError(f"{', '.join(sorted(bad))}: wrong checksum")
     return sums
 

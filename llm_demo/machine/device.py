@@ -43,9 +43,18 @@ PEAK_TFLOPS = {
 
 # Environment variables, by prefix, that decide which kernels run.
 KERNEL_VARIABLES = (
-    "TORCH_ROCM_", "TORCH_BLAS_", "TORCH_CUDNN_", "TORCHINDUCTOR_", "FLASH_ATTENTION_", "CUDNN_",
-    "CUBLAS_", "CUBLASLT_", "ROCBLAS_", "HIPBLASLT_", "HSA_OVERRIDE_",
-)  # fmt: skip
+    "TORCH_ROCM_",
+    "TORCH_BLAS_",
+    "TORCH_CUDNN_",
+    "TORCHINDUCTOR_",
+    "FLASH_ATTENTION_",
+    "CUDNN_",
+    "CUBLAS_",
+    "CUBLASLT_",
+    "ROCBLAS_",
+    "HIPBLASLT_",
+    "HSA_OVERRIDE_",
+)
 
 # Files of a control group, version 1 and 2: its memory limit, its usage, page cache within that.
 GROUP_V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", r"^total_(?:in)?active_file (\d+)"
@@ -120,10 +129,11 @@ def no_code(device: Device) -> str:
         if 50 <= int(device.arch.removeprefix("sm_")) < 75:
             return "PyTorch's builds for CUDA 12.6 have it (sm_50 to sm_90): install one of those"
         return "install a PyTorch build for another CUDA version that has it"
-    rows = map(
-        str.split, Path(__file__).with_name("rocm_builds.txt").read_text("utf-8").splitlines()
-    )
-    names = [name for name, *archs in rows if name != "#" and device.arch in archs]
+    names = []
+    for line in Path(__file__).with_name("rocm_builds.txt").read_text("utf-8").splitlines():
+        name, *archs = line.split()
+        if name != "#" and device.arch in archs:
+            names.append(name)
     if not names:
         return "none of PyTorch's ROCm builds has it"
     return (
@@ -164,13 +174,15 @@ def refuse_gpus(gpus: Iterable[int]) -> None:
     kinds = {}
     for i in gpus:
         device = this_device(i)
-        if fix := no_code(device):
+        fix = no_code(device)
+        if fix:
             lack = f"torch {torch.__version__} has no code for {device.arch}"
             raise UserError(f"GPU {i}, {device}: {lack}: {fix}")
         kinds.setdefault((device.name, device.arch, device.units), []).append(i)
     if len(kinds) > 1:
-        each = ((this_device(gpus[0]), ", ".join(map(str, gpus))) for gpus in kinds.values())
-        each = ", ".join(f"GPU {gpus}: {device}" for device, gpus in each)
+        each = ", ".join(
+            f"GPU {', '.join(map(str, alike))}: {this_device(alike[0])}" for alike in kinds.values()
+        )
         name, value = only(max(kinds.values(), key=len))
         raise UserError(
             f"the GPUs of a run must be of one kind, not {each}: pick some by {name}={value}"
@@ -243,7 +255,8 @@ def link_table(root: Path = Path("/")) -> dict[tuple[str, str], str]:
     """(a, b) -> the link between two GPUs of this node, hidden ones included: "NV18", "PIX",
     "XGMI", "PCIe". a, b: nvidia-smi's numbers as in "0", or AMD's bus addresses as in
     "0000:43:00.0". Empty if it is unknown. root: where /sys is."""
-    if pairs := _amd_links(root):
+    pairs = _amd_links(root)
+    if pairs:
         return pairs
     tool = ["nvidia-smi", "topo", "-m"]
     try:
@@ -303,8 +316,11 @@ def cores_near(device: torch.device, sysfs: Path = Path("/sys")) -> list[int]:
         spans = (sysfs / f"devices/system/node/node{node}/cpulist").read_text("utf-8").split(",")
     except (AttributeError, OSError, ValueError):  # an old PyTorch, or a single node: -1
         return []
-    ends = [[int(n) for n in span.split("-")] for span in spans]
-    return [core for end in ends for core in range(end[0], end[-1] + 1)]
+    cores = []
+    for span in spans:  # "0-3" or "5"
+        ends = [int(n) for n in span.split("-")]
+        cores += range(ends[0], ends[-1] + 1)
+    return cores
 
 
 def free_host_memory(root: Path = Path("/")) -> int:
@@ -325,11 +341,10 @@ def free_host_memory(root: Path = Path("/")) -> int:
         for group in (PurePosixPath(path), *PurePosixPath(path).parents):
             folder = top / group.relative_to("/")
             try:
-                left = int((folder / limit).read_text("utf-8")) - int(
-                    (folder / taken).read_text("utf-8")
-                )
+                allowed = int((folder / limit).read_text("utf-8"))
+                used = int((folder / taken).read_text("utf-8"))
                 cached = re.findall(cache, (folder / "memory.stat").read_text("utf-8"), re.M)
             except (OSError, ValueError):  # a container does not see the groups above; no limit
                 continue
-            free = min(free, max(0, left + sum(map(int, cached))))
+            free = min(free, max(0, allowed - used + sum(map(int, cached))))
     return free

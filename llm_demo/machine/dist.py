@@ -77,7 +77,8 @@ def start() -> World:
             # NCCL connects the ranks in the first sum. It must not find the card filled by PyTorch.
             dist.all_reduce(torch.zeros((), device=device, dtype=torch.float64))
     except Exception as e:
-        if reason := process.fault_of_environment(e):
+        reason = process.fault_of_environment(e)
+        if reason:
             raise UserError(reason) from e
         raise
     world = World(rank, size, local_rank, device)
@@ -129,8 +130,9 @@ def once_per_node(world: World, build: Callable):
         if turn:
             result, error = _outcome(build)
         dist.all_gather_object(errors, error, group=group)
-        if first := next(filter(None, errors), None):
-            raise UserError(first)
+        for said in errors:
+            if said:
+                raise UserError(said)
     return result
 
 
@@ -158,8 +160,9 @@ def on_all_ranks(act, world: World, group=None) -> list:
     ranks = [(mine, error)] * world.size
     if world.size > 1:
         dist.all_gather_object(ranks, (mine, error), group=group)
-    if errors := [e for _, e in ranks if e]:
-        raise OSError(errors[0])
+    for _, said in ranks:
+        if said:
+            raise OSError(said)
     return [result for result, _ in ranks]
 
 
@@ -168,13 +171,12 @@ def same_on_all_nodes(world: World, facts: dict) -> None:
     everyone = [None] * world.size
     if world.size > world.local_size:
         dist.all_gather_object(everyone, facts)
-    first = everyone[0] or {}
     for rank, others in enumerate(everyone):
-        for name in first if others != first else ():
-            if others.get(name) != first[name]:
+        for name, value in (everyone[0] or {}).items():
+            if others.get(name) != value:
                 raise UserError(
-                    f"{name} is {first[name]} on rank 0, but {others.get(name)} on rank {rank}: "
-                    "start all nodes with the same GPUs, versions, code, flags, data and model"
+                    f"{name} is {value} on rank 0, but {others.get(name)} on rank {rank}: start "
+                    "all nodes with the same GPUs, versions, code, flags, data and model"
                 )
 
 
@@ -259,8 +261,10 @@ def verdict(
         return 1, f"rank {rank} can't meet the other ranks: {str(error).splitlines()[0]}", False
     if "Too many open files" in str(error):
         return 1, f"rank {rank}: Too many open files: raise the limit of ulimit -n", False
-    if reason := disk_full(error):
+    reason = disk_full(error)
+    if reason:
         return 1, f"rank {rank}: {reason}", False
-    if reason := process.fault_of_environment(error):
+    reason = process.fault_of_environment(error)
+    if reason:
         return 2, reason, rank != "0"
     return 1, "", False

@@ -24,7 +24,8 @@ SILENT = re.compile(
 def let_read(folder: Path) -> None:
     """Give the files of a folder the permissions of new ones: safetensors lets only the owner
     read."""
-    os.umask(umask := os.umask(0))
+    umask = os.umask(0)  # it can be read only by setting it
+    os.umask(umask)
     for file in folder.iterdir():
         file.chmod(0o666 & ~umask)
 

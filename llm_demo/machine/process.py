@@ -55,7 +55,8 @@ def minutes(name: str, default: float) -> float:
     """A time in minutes from the environment. Raises UserError for anything else."""
     text = os.environ.get(name) or str(default)
     with contextlib.suppress(ValueError):
-        if 0 < (value := float(text)) <= YEAR:
+        value = float(text)
+        if 0 < value <= YEAR:
             return value
     raise UserError(f"{name}={text[:80]}: must be a number of minutes, above 0, at most {YEAR}")
 
@@ -111,8 +112,9 @@ def _watch(parent: int) -> None:
 
 def stop_signals() -> list[signal.Signals]:
     """The signals that ask a run to stop. Under nohup, SIGHUP stays ignored."""
-    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    return [signal.SIGTERM, signal.SIGINT] + [signal.SIGHUP] * (not ignored)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        return [signal.SIGTERM, signal.SIGINT]
+    return [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
 
 
 def quit_on(*signals: signal.Signals) -> None:
@@ -157,7 +159,8 @@ class _Stream:
         return getattr(self._stream, name)
 
     def write(self, text):
-        moves, encoding = MOVES.match(text)[0], getattr(self._stream, "encoding", None) or "utf-8"
+        moves = MOVES.match(text)[0]
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
         text = printable(without_given_secrets(text[len(moves) :]))
         text = text.encode(encoding, "replace").decode(encoding)
         return self._try(self._stream.write, moves + text)

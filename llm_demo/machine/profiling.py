@@ -29,7 +29,7 @@ KIND = re.compile(
 )
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 SIZES = {"Float": 4, "BFloat16": 2, "Half": 2, "Double": 8, "Long": 8, "Int": 4, "Byte": 1}
-LARGEST = 25  # kernels on the page
+ON_PAGE = 25  # kernels, the largest
 
 
 class StepProfiler:
@@ -177,6 +177,6 @@ def page(title: str, figures: dict) -> str:
     kernels = figures["ranks"][0]["kernels"]
     lines.append(f"rank 0's largest of {len(kernels)} kernels: ms and calls a step")
     by_time = sorted(kernels.items(), key=lambda kernel: kernel[1], reverse=True)
-    for name, (ms, n) in by_time[:LARGEST]:
+    for name, (ms, n) in by_time[:ON_PAGE]:
         lines.append(f"  {ms:8.3f} {n:7.1f}  {name[:110]}")
     return "\n".join(lines) + "\n"

@@ -72,12 +72,21 @@ def progress(
     Iterate over it, or use it as a context manager and call update(n). total: default is the
     iterable's length. unit "B": bytes, shown as kB, MB, GB."""
     size = shutil.get_terminal_size()  # 80 x 24 if the terminal reports none; tqdm shows nothing
-    bar = sys.stderr.isatty()
-    return (tqdm if bar else _Lines)(
-        iterable, desc=what, total=total, unit=unit, unit_scale=unit == "B", delay=DELAY,
-        file=sys.stderr, disable=os.environ.get("RANK", "0") != "0", ncols=size.columns,
-        nrows=size.lines, mininterval=0.1 if bar else EVERY,
-    )  # fmt: skip
+    on_terminal = sys.stderr.isatty()
+    kind = tqdm if on_terminal else _Lines
+    return kind(
+        iterable,
+        desc=what,
+        total=total,
+        unit=unit,
+        unit_scale=unit == "B",
+        delay=DELAY,
+        file=sys.stderr,
+        disable=os.environ.get("RANK", "0") != "0",
+        ncols=size.columns,
+        nrows=size.lines,
+        mininterval=0.1 if on_terminal else EVERY,
+    )
 
 
 @contextlib.contextmanager
@@ -161,7 +170,10 @@ def users_folder() -> Path:
 
 def layer_kinds(done: list[str], left: list[str]) -> tuple[list[str], list[str]]:
     """The names in `done`, and those in `left`, with their number if they are in both."""
-    counts = {name: left.count(name) for name in sorted({*left})}
-    rest = [f"{name} ({n} of {n + done.count(name)})" * (name in done) or name
-            for name, n in counts.items()]  # fmt: skip
+    rest = []
+    for name in sorted({*left}):
+        if name in done:
+            n = left.count(name)
+            name += f" ({n} of {n + done.count(name)})"
+        rest.append(name)
     return sorted({*done}), rest
