@@ -31,11 +31,10 @@ class Machine:
     def __init__(self, root, monkeypatch):
         self.root, self.bin, self.monkeypatch = root, root / "bin", monkeypatch
         self.bin.mkdir()
-        cases = {"a compiled block": [3.0, 2.0, 0], "the loss kernel": [8.0, 1.0, 0]}
         self.scenario = {
             "faults": {}, "faults without p2p": {},
             "choices": {"lines": [("ok", "attention", "varlen", "")]},
-            "kernels": {"launch_us": 4.0, "cases": cases, "tflops": 494.7},
+            "kernels": {"launch_us": 4.0, "fault": None},
         }  # fmt: skip
         path = os.pathsep.join([str(self.bin), os.environ["PATH"]])
         reach = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
@@ -101,13 +100,8 @@ def test_four_gpus_that_are_well(four):
     assert "bf16 790 TFLOP/s (80% of peak), fp32 52 TFLOP/s (78%" in named(lines, "gpu 3")[2]
     assert "CUDA 13.0 build; driver 580.159.04; NCCL or RCCL 2.29.7" in named(lines, "torch")[2]
     order = [name for _, name, _, _ in lines if not name.startswith(("gpu", "pair"))]
-    assert order == [
-        "packages", "torch", "together", "attention", "kernels", "kernels", "host", "disk",
-    ]  # fmt: skip
+    assert order == ["packages", "torch", "together", "attention", "kernels", "host", "disk"]
     assert "a kernel launch takes 4.0 µs" in named(lines, "host")[2]
-    block, loss = (line[2] for line in lines if line[1] == "kernels")
-    assert "2.00 ms, plain 3.00 ms" in block and block.endswith("50% of the GPU's peak")
-    assert "1.00 ms, plain 8.00 ms" in loss
 
 
 def test_a_slow_gpu_and_a_slow_pair(four):
@@ -238,11 +232,10 @@ def test_a_host_that_small_models_wait_for():
     assert level == "warning" and "--micro_batch_size" in fix
 
 
-def test_kernels_that_differ_or_fail_are_warnings():
-    cases = {"a compiled block": "RuntimeError: x", "the loss kernel": [1, 2, 0.5]}
-    block, loss = lines_of.kernel_lines({"cases": cases}, None)
-    assert block[0] == "warning" and "a compiled block fails: RuntimeError: x" in block[2]
-    assert loss[0] == "warning" and "differ by 5.0e-01" in loss[2] and loss[3] == "--no_compile"
+def test_kernels_that_differ_or_fail_are_a_warning():
+    level, _, text, fix = lines_of.kernel_line("RuntimeError: no C compiler")
+    assert level == "warning" and "fails: RuntimeError: no C compiler" in text
+    assert fix.startswith("--no_compile")
 
 
 def test_disk(tmp_path, monkeypatch):
@@ -305,15 +298,12 @@ def test_what_is_measured_on_one_gpu(faked):
     """On a CPU and with small shapes; nothing is compiled."""
     tasks = {
         "rates": {"device": "cpu", "seconds": 0.01, "size": 32},
-        "kernels": {"device": "cpu", "rows": 8, "dtype": "bf16"},
+        "kernels": {"device": "cpu", "dtype": "bf16"},
     }
     jobs = [processes.Trial(*task, faked.root, TORCH_COMPILE_DISABLE="1") for task in tasks.items()]
     rates, kernels = processes.answers_of_all(jobs)
     assert rates["rates"].keys() == {"fp32", "bf16", "fp16"} and min(rates["rates"].values()) > 0
-    assert len(kernels["cases"]) == 2 and kernels["launch_us"] > 0
-    for plain, faster, error in kernels["cases"].values():
-        assert plain > 0 < faster and error < 0.03
-    assert kernels["cases"]["a compiled block"][2] == 0 < kernels["tflops"]
+    assert kernels["fault"] is None and kernels["launch_us"] > 0
 
 
 def test_what_torch_sees_on_two_faked_mi100(faked, monkeypatch):

@@ -71,10 +71,9 @@ def experiments(facts: dict, start: Callable, folder: str, tell: Callable, limit
         dtype = facts["torch"]["dtype"]
         trial = start("kernels", {"device": "cuda:0", "dtype": dtype})
         facts["kernels"] = answers_of_all([trial])[0]
-        speed = usable("kernels", facts["kernels"], tell)
-        if speed:
-            tell(*lines.kernel_lines(speed, devices[0]["peak"][dtype]))
-            tell(lines.host_line(speed["launch_us"]))
+        found = usable("kernels", facts["kernels"], tell)
+        if found:
+            tell(lines.kernel_line(found["fault"]), lines.host_line(found["launch_us"]))
 
 
 def usable(name: str, answer: dict, tell: Callable) -> dict:

@@ -10,16 +10,15 @@ import torch.distributed as dist
 from torch.utils.benchmark import Timer
 
 from llm_demo.check.lines import OK, WARNING
-from llm_demo.check.processes import ROOT, probe_root, serve, tool
+from llm_demo.check.processes import probe_root, serve, tool
 from llm_demo.core.errors import UserError
 from llm_demo.machine import device as hardware
+from llm_demo.machine import probes
 from llm_demo.machine.device import DTYPES, this_device
 from llm_demo.machine.dist import stay_on_loopback
 from llm_demo.machine.text import words_of
 
 HEADS = [16, 8, 128, 128]  # of Qwen3-0.6B, as attention.Heads
-HIDDEN, VOCABULARY = 1024, 151_936
-BLOCK_FLOPS = 6 * (2 * (16 + 8) * 128 + 3 * 3072) * HIDDEN  # for a token, without attention
 
 
 def torch_facts() -> dict:
@@ -64,7 +63,6 @@ def links_between(buses: list[str]) -> list[list[str]]:
 def choices() -> dict:
     """ "lines": what a run would choose for dtype, attention and torch.compile, and why. Attention
     is tried on the GPU."""
-    from llm_demo.machine.probes import try_once
     from llm_demo.run.choices import choose_attention, choose_compile
 
     device = this_device()
@@ -72,7 +70,7 @@ def choices() -> dict:
     lines = [(OK, "dtype", f"{dtype} by default: {reason}", "")]
 
     def probe(name, dtype, impl, *heads, versions=()):
-        problem = try_once(name, dtype, impl, *heads, versions=versions)
+        problem = probes.try_once(name, dtype, impl, *heads, versions=versions)
         if problem:
             fix = "nothing to do, another backend is used; a newer driver or torch may help"
             lines.append((WARNING, "attention", f"{impl} fails: {problem}", fix))
@@ -114,64 +112,15 @@ def mean(run: Callable, times: int) -> float:
     return Timer("run()", globals={"run": run}).timeit(times).mean
 
 
-def kernels(device: str, dtype: str, rows: int = 4096) -> dict:
-    """What plain kernels and faster ones take. "cases": name -> [ms plain, ms faster, relative
-    difference of their results], or the problem; "tflops" of the compiled block; "launch_us": of a
-    kernel's launch."""
-    answer = {"cases": {}}
-    for name, make in (
-        ("a compiled block", compiled_block),
-        ("the loss kernel and a copy of logits", loss_kernel),
-    ):
-        try:
-            runs = make(device, DTYPES[dtype], rows)
-            plain, faster = (run().to(torch.float32, copy=True) for run in runs)
-            error = (faster.sub_(plain).norm() / plain.norm()).item()
-            del plain, faster
-            answer["cases"][name] = [*(1e3 * seconds_of(run, 0.1) for run in runs), error]
-        except Exception as e:
-            answer["cases"][name] = words_of(e)
-    block = answer["cases"]["a compiled block"]
-    if isinstance(block, list):
-        answer["tflops"] = BLOCK_FLOPS * rows / block[1] / 1e9
+def kernels(device: str, dtype: str) -> dict:
+    """ "fault": what is wrong with a compiled block and our loss kernel, None if nothing is;
+    "launch_us": microseconds of a kernel's launch."""
+    try:
+        fault = probes.compiled(dtype, "sdpa", device)
+    except Exception as e:
+        fault = words_of(e)
     x = torch.zeros(1, device=device)
-    answer["launch_us"] = 1e6 * seconds_of(lambda: x.add_(1), 0.1)
-    return answer
-
-
-def compiled_block(device: str, dtype: torch.dtype, rows: int) -> list[Callable]:
-    """A block of Qwen3-0.6B, forward and backward for 4 x rows / 4 tokens: eager, compiled."""
-    from transformers import AutoConfig
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
-
-    torch.manual_seed(0)
-    folder = ROOT / "models/qwen3-0.6b"
-    config = AutoConfig.from_pretrained(folder, attn_implementation="sdpa")
-    layer = Qwen3DecoderLayer(config, 0).to(device, dtype)
-    x, up = (torch.randn(4, rows // 4, HIDDEN, device=device, dtype=dtype) for _ in range(2))
-    x.requires_grad_()
-    rotary = [torch.full_like(x[:1, :, :128], value) for value in (0.8, 0.6)]
-
-    def run(forward):
-        out = forward(x, position_embeddings=rotary)
-        return torch.autograd.grad(out, [x, *layer.parameters()], up)[0]
-
-    return [partial(run, layer), partial(run, torch.compile(layer, dynamic=False))]
-
-
-def loss_kernel(device: str, dtype: torch.dtype, rows: int) -> list[Callable]:
-    """Copies logits [rows, vocabulary]; their loss and its gradient: plain, by our kernel."""
-    from llm_demo.core import loss
-
-    logits = torch.randn(rows, VOCABULARY, device=device, dtype=dtype)
-    copy, targets = torch.empty_like(logits), torch.arange(rows, device=device)
-
-    def run(loss_of_logits):
-        loss_of_logits(copy.copy_(logits), targets)
-        return copy
-
-    ours = loss._kernel(torch.device(device).type) or loss._loss_of_logits
-    return [partial(run, loss._loss_of_logits), partial(run, ours)]
+    return {"fault": fault, "launch_us": 1e6 * seconds_of(lambda: x.add_(1), 0.1)}
 
 
 def group(device: str, members: list[int], rank: int, meeting: str, limit: float) -> dict:

@@ -226,8 +226,8 @@ def compile_errors(impl: str, dtype: torch.dtype, device: torch.device) -> dict[
     return errors_of(found, expected, [name for name, _ in plain.named_parameters()])
 
 
-def compiled(dtype: str, impl: str) -> str | None:
-    return fault_of(compile_errors(impl, DTYPES[dtype], torch.device("cuda")), BOUNDS[dtype])
+def compiled(dtype: str, impl: str, device: str = "cuda") -> str | None:
+    return fault_of(compile_errors(impl, DTYPES[dtype], torch.device(device)), BOUNDS[dtype])
 
 
 # ---------------------------------------------------------------- fp8 and 4 bits
