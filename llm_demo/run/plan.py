@@ -5,6 +5,7 @@ decided, and what the log says of it. `make_plan` makes them and prints their li
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import shlex
@@ -128,9 +129,8 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
     sample_tokens = log.decided(decide_answers(args.sample_tokens, model.source.config, data))
     config = without_window(model.source.config, data.longest)
     source = model.source._replace(config=config)
-    compute = log.decided(
-        from_rank0(world, lambda: decide_compute(args, device, dtype, config, data.packs()))
-    )
+    choose = functools.partial(decide_compute, args, device, dtype, config, data.packs())
+    compute = log.decided(from_rank0(world, choose, long=True))  # all probes may take long
     compute = compute._replace(lora=model.lora)
 
     example = describe_example(train, source.tokenizer, int(rows_of(0)[0]))
