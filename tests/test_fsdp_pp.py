@@ -9,7 +9,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import LAUNCHERS, ROOT, TINY, logged, run, slow, smaller_model, torchrun
+from conftest import (
+    LAUNCHERS,
+    ROOT,
+    TINY,
+    logged,
+    run,
+    slow,
+    smaller_model,
+    torchrun,
+    train_cases,
+)
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 from fsdp import copy_engines
@@ -445,29 +455,31 @@ def test_copy_engines_where_there_are_none(tmp_path):
     done = run(["bash", ROOT / LAUNCHER, *flags], **{**SMALL, **TWO})
     assert done.returncode != 0
     assert "error: --copy_engines: tested on NVIDIA GPUs only" in done.stderr
-    said = launch(LAUNCHER, *flags[1:], "--stages", "1", NPROC_PER_NODE="1")
-    assert "warning: --copy_engines has no effect: one stage sends nothing" in said
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="wants 4 processes on a CPU")
-def test_an_estimate_has_a_column_per_rank(tmp_path):
-    """Of two stages, each sharded over two ranks; nothing is written."""
-    said = launch(LAUNCHER, tmp_path / "run", "--estimate", NPROC_PER_NODE="4")
-    table = said[said.index("estimated peak memory") :].splitlines()
+def test_four_processes(tmp_path):
+    """An estimate has a column per rank, here of two stages that are sharded over two ranks. And
+    resharding changes no number in 16 bits: with both ends of the model on a stage, there are
+    gathers of different roots, which FSDP2 does not order, so they must not share memory."""
+    model = smaller_model(tmp_path / "model", tie_word_embeddings=False)
+    flags = [
+        "--model_name_or_path", model, "--train_json", FIRST, "--seq_len", "64", "--no_save",
+        "--sample_tokens", "0", "--dtype", "bf16", "--micro_batch_size", "1",
+        "--grad_accum_steps", "4", "--max_steps", "2", "--log_every", "1",
+    ]  # fmt: skip
+    both_ends = [*flags, "--schedule", "v"]
+    cases = {
+        "estimated": [*flags, "--estimate"],
+        "alone": [*flags, "--stages", "1", "--copy_engines", "--dry_run"],
+        "kept": both_ends,
+        "resharded": [*both_ends, "--reshard_after_forward"],
+    }
+    done = train_cases(tmp_path, "fsdp_pp", 4, cases)
+    table = done.stdout[done.stdout.index("estimated peak memory") :].splitlines()
     total = [float(x) for x in re.findall(r"\d+\.\d+", next(x for x in table if "total" in x))]
     assert len(total) == 4 and total[0] == total[1] and total[2] == total[3]
-    assert not (tmp_path / "run").exists()
-
-
-def test_resharding_changes_no_number_in_16_bits(tmp_path):
-    """Both ends of the model on a stage, whose gathers are of different roots: FSDP2 does not order
-    them, so they must not share memory."""
-    model = smaller_model(tmp_path / "model", tie_word_embeddings=False)
-    found = []
-    for name, more in (("kept", []), ("resharded", ["--reshard_after_forward"])):
-        flags = ["--model_name_or_path", model, "--schedule", "v", "--stages", 2, "--no_save"]
-        flags += ["--dtype", "bf16", "--no_compile", "--micro_batch_size", 1, "--max_steps", 2]
-        launch(LAUNCHER, tmp_path / name, *flags, "--grad_accum_steps", 4, *more,
-               NPROC_PER_NODE="4", SAMPLE_TOKENS="0")  # fmt: skip
-        found.append(numbers(tmp_path / name, *LOSSES))
-    assert len(found[0]) == 6 and found[0] == found[1]
+    assert not (tmp_path / "estimated").exists()
+    assert "warning: --copy_engines has no effect: one stage sends nothing" in done.stdout
+    kept, resharded = (numbers(tmp_path / name, *LOSSES) for name in ("kept", "resharded"))
+    assert len(kept) == 6 and kept == resharded

@@ -97,13 +97,11 @@ def test_goes_on_to_the_bit_and_on_other_shapes(runs):
         "fsdp": [*three, *HELDOUT], "fsdp-again": three,
         **again({"fsdp16": [*FP16, *THREE], "ordered": [*three, *ORDER]}),
         "host": [*three, HOST], "host-from-fsdp": [*three, HOST], "fsdp-from-host": three,
-    })  # fmt: skip
-    # two replicas of two stages: ZeRO-1 shards masters and moments
-    runs("pp", 4, {"pp": three, "pp-again": three})
-    runs("fsdp", 2, {
         "shares": [*FP32, *SIX, *TENSOR], "shares-again": [*FP32, *SIX, *TENSOR],
         "shares-from-fsdp": [*FP32, *SIX, *TENSOR, HOST], "fsdp-from-shares": three,
     })  # fmt: skip
+    # two replicas of two stages: ZeRO-1 shards masters and moments
+    runs("pp", 4, {"pp": three, "pp-again": three})
     runs("zero", 2, again({"zero": [*three, *ZERO3]}) | {"zero-from-fsdp": [*three, *ZERO3]})
     runs("fsdp", 1, {
         "plain-from-fsdp": [*six, "--no_fsdp"], "fsdp-from-pp": six, "fsdp-from-zero": six,
