@@ -185,11 +185,16 @@ def printed_flags(output):
     return flags_of(shlex.split(line)[5:])
 
 
+def command_line(monkeypatch, *words):
+    """Until the test ends, this process was started with these words."""
+    monkeypatch.setattr(sys, "argv", [str(word) for word in words])
+
+
 def run_alone(monkeypatch, script, *flags):
     """A training script's main() in this process, the only one of its run."""
     import torch.distributed as dist
 
-    monkeypatch.setattr(sys, "argv", [script.__file__, *map(str, flags)])
+    command_line(monkeypatch, script.__file__, *flags)
     for name, value in ALONE.items():  # set here, so that they are gone afterwards
         monkeypatch.setenv(name, str(value))
     try:
