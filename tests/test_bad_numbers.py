@@ -5,10 +5,10 @@ The flags are found by introspection, so that a new one can't be forgotten."""
 import argparse
 import dataclasses
 import importlib
-import sys
 import typing
 
 import pytest
+from conftest import command_line
 
 import bench.run
 from fsdp.flags import FsdpArgs
@@ -132,11 +132,11 @@ def test_variables_of_the_launchers(name, monkeypatch, record_property):
 @pytest.mark.parametrize("name", ["llm_demo.evaluate", "llm_demo.report", "llm_demo.check"])
 def test_each_program_names_itself_and_refuses_other_flags(name, monkeypatch, capsys):
     module = importlib.import_module("llm_demo.check.__main__" if name.endswith("check") else name)
-    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    command_line(monkeypatch, name, "--help")
     with pytest.raises(SystemExit) as end:
         module.main()
     assert end.value.code == 0 and capsys.readouterr().out.startswith(f"usage: python -m {name} ")
-    monkeypatch.setattr(sys, "argv", [name, "--hepl"])
+    command_line(monkeypatch, name, "--hepl")
     with pytest.raises(UserError, match=r"\(see --help\)"):
         module.main()
 

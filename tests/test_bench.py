@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, python, run
+from conftest import ROOT, command_line, python, run
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
@@ -42,7 +42,7 @@ def call(monkeypatch, capsys):
     """Call a command's main with arguments: (exit code, what it printed, its errors)."""
 
     def called(main, *arguments):
-        monkeypatch.setattr(sys, "argv", ["command", *arguments])
+        command_line(monkeypatch, "command", *arguments)
         monkeypatch.setattr(sys, "executable", python())  # the launchers'
         code = main()
         return code, *capsys.readouterr()
@@ -265,13 +265,11 @@ GPU3\tSYS\tSYS\tNV4\t X \t0-31
         ("none", "", []),
     ],
 )
-def test_the_links_between_gpus(tool, said, found, monkeypatch):
-    def run(command, **_):
-        if command[0] != tool:
-            raise FileNotFoundError
-        return subprocess.CompletedProcess(command, 0, stdout=said)
-
-    monkeypatch.setattr("llm_demo.machine.device.subprocess.run", run)
+def test_the_links_between_gpus(tool, said, found, tmp_path, monkeypatch):
+    (tmp_path / "said").write_text(said)
+    (tmp_path / tool).write_text(f"#!/bin/sh\nexec /bin/cat {tmp_path}/said\n")
+    (tmp_path / tool).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
     assert device.links.__wrapped__() == found  # not what this process has found
 
 
@@ -328,16 +326,15 @@ def test_a_failed_row_keeps_what_was_said_before_a_stack():
     assert bench.failure(1, "")["error"] == "no output"
 
 
-def test_a_peers_row_has_its_memory_by_our_measure_and_its_versions(monkeypatch):
+def test_a_peers_row_has_its_memory_by_our_measure_and_its_versions():
     said = 'environment: {"versions": {"torchtitan": "0.2.2"}}\n' + "".join(
         f"[default0]:allocated at the peak: {step / 10}GiB, retries: {step}\n"
         f"step:  {step}  loss: 12.1  grad_norm: 0.5  memory: 20.4GiB(14%)  tps: 1,000  tflops: 1\n"
         for step in (1, 10, 20, 30)
     )
-    monkeypatch.setattr(torchtitan, "version", lambda name: "0.2.2")
-    monkeypatch.setattr(bench, "run_command", lambda *a: (0, said))
-    result = bench.measure({**bench.DEFAULTS, "engine": "torchtitan", "gpus": 2}, 9)
-    assert result["status"] == "ok" and result["command"].startswith("python -m torch.distributed")
+    row = {**bench.DEFAULTS, "engine": "torchtitan", "gpus": 2}
+    assert "torch.distributed.run" in torchtitan.command_of(row)
+    result = torchtitan.read(row, said)
     expected = {"peak_mem_gb": [3.0], "reserved_gb": [20.4], "alloc_retries": 30}
     expected |= {"late_alloc_retries": 20, "median_slots_per_s": 2000}
     assert expected.items() <= result["summary"].items()
@@ -360,16 +357,13 @@ def test_a_row_spread_over_gpus_is_torchtitans_context_parallelism():
     assert not any("context_parallel" in word for word in alone)
 
 
-def test_trls_row_has_medians_without_the_first_steps(monkeypatch):
+def test_trls_row_has_medians_without_the_first_steps():
     memory = {"peak_mem_gb": [3.0, 2.0], "reserved_gb": [3.5, 2.5], "alloc_retries": 2}
     memory["late_alloc_retries"] = 0
     figures = {"step_ms": [900, 90, 40, 50, 60], "env": {"cuda": None}, **memory}
     said = f"trl figures: {json.dumps(figures)}\n"
-    monkeypatch.setattr(trl.importlib.util, "find_spec", lambda name: True)
-    monkeypatch.setattr(bench, "run_command", lambda *a: (0, said))
     row = {**bench.DEFAULTS, "engine": "trl", "gpus": 2, "micro": 4, "flags": "--lora_rank 8"}
-    result = bench.measure(row, 9)
-    assert result["status"] == "ok" and "-m bench.peers.trl" in result["command"]
+    result = trl.read(row, said)
     assert result["summary"]["median_step_ms"] == 50
     assert memory.items() <= result["summary"].items()
     assert result["summary"]["median_slots_per_s"] == 2 * 4 * 1024 / 0.05
@@ -394,11 +388,11 @@ def test_the_pictures_are_of_the_results():
     ("h200-x2/checkpoints/save", "has a table of its own and no picture"),
     ("h200-x2/timer/redesign", "has a table of its own and no picture"),  # equal settings
 ])  # fmt: skip
-def test_what_cannot_be_drawn_is_refused_in_one_line(name, said, call, tmp_path, monkeypatch):
-    monkeypatch.setattr(plots, "PLOTS", tmp_path)
+def test_what_cannot_be_drawn_is_refused_in_one_line(name, said, call):
+    before = sorted(plots.PLOTS.rglob("*.png"))
     with pytest.raises(UserError, match=said):
         call(plots.main, name)
-    assert not [*tmp_path.rglob("*.png")]
+    assert sorted(plots.PLOTS.rglob("*.png")) == before
 
 
 @pytest.mark.parametrize("names, curves", [

@@ -2,7 +2,6 @@
 
 import json
 import os
-import runpy
 import shutil
 import signal
 import socket
@@ -12,7 +11,17 @@ import time
 
 import psutil
 import pytest
-from conftest import ALONE, ROOT, SCRIPTS, flags_of, free_port, python, run, slow
+from conftest import (
+    ALONE,
+    ROOT,
+    SCRIPTS,
+    flags_of,
+    free_port,
+    python,
+    run,
+    slow,
+    smaller_model,
+)
 
 from llm_demo.launch.ranks import exit_code_of
 
@@ -158,30 +167,20 @@ def test_a_python_that_does_not_start_says_why(repo, record_property):
     assert "LookupError: unknown encoding: junk" in done.stderr
 
 
-def test_the_debugger_entry_takes_the_launchers_defaults(repo, monkeypatch, capsys):
+def test_the_debugger_entry_takes_the_launchers_defaults(repo):
     launcher = flags_of(shown(run_shell(repo, "fsdp"))[0]["argv"])
-    monkeypatch.setattr(sys, "argv", ["launch_script.py", "--seed", "7"])
-    for name in ALONE:
-        monkeypatch.setenv(name, "stale")
-    monkeypatch.setattr(sys, "path", sys.path.copy())
-    runpy.run_path(str(repo / "fsdp/launch_script.py"), run_name="__main__")
-    (line,) = shown(capsys.readouterr().out)
+    done = subprocess.run(
+        [sys.executable, repo / "fsdp/launch_script.py", "--seed", "7"], capture_output=True,
+        text=True, cwd=repo, env=environment(PYTHONPATH=str(repo), **dict.fromkeys(ALONE, "stale")),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (line,) = shown(done.stdout)
     assert (line["RANK"], line["WORLD_SIZE"], line["LOCAL_RANK"]) == ("0", "1", "0")
     single = flags_of(line["argv"])
     assert single.pop("seed") == "7"
     # The same rows in a step: 1 process x 4 micro-batches instead of 2 x 2.
     assert (single.pop("grad_accum_steps"), launcher.pop("grad_accum_steps")) == ("4", "2")
     assert single == launcher
-
-
-def test_the_bundled_run_has_the_same_rows_on_any_number_of_processes(repo):
-    for count, batch in ((1, ("4", "4")), (3, ("3", "2"))):
-        output = run_shell(repo, "fsdp", NPROC_PER_NODE=str(count))
-        ranks = [flags_of(rank["argv"]) for rank in shown(output)]
-        assert [(r["micro_batch_size"], r["grad_accum_steps"]) for r in ranks] == [batch] * count
-        (command,) = (line for line in output.splitlines() if line.startswith("+ "))
-        assert "--micro_batch_size {} --grad_accum_steps {} ".format(*batch) in command
-        assert ("batch: 18 rows a step, not 16, which 3 processes" in output) == (count == 3)
 
 
 @pytest.mark.parametrize("gpus", ["1,0", "", "-1"])
@@ -207,16 +206,6 @@ def test_two_nodes_make_one_world(script):
     assert places == [("0", "0", "3"), ("1", "0", "3"), ("2", "1", "3")]
 
 
-def test_flags_that_dont_fit_all_nodes_processes_start_none(script, tmp_path, record_property):
-    record_property("bad inputs", 1)
-    shutil.copy(ROOT / "fsdp_pp/flags.py", tmp_path)
-    command = [str(script("raise SystemExit('started')")), "--stages", "4"]
-    codes, outputs = two_nodes([command] * 2, (1, 1))
-    last, other = (output.splitlines()[-1] for output in outputs)
-    assert codes == [2, 2] and last == other
-    assert last.startswith("error: 2 processes can't form pipelines of 4 --stages: set NPROC")
-
-
 ELSEWHERE = """
 import os, runpy, sys
 from pathlib import Path
@@ -230,6 +219,7 @@ runpy.run_path(sys.argv.pop(1), run_name="__main__")
 def test_nodes_without_a_shared_folder_are_told_before_step_1(script, tmp_path):
     path = [str(script(ELSEWHERE)), str(ROOT / SCRIPTS["pp"])]
     flags = ["--max_steps", "2", "--seq_len", "64", "--output_dir", str(tmp_path / "run")]
+    flags += ["--model_name_or_path", str(smaller_model(tmp_path / "tiny"))]
     codes, outputs = two_nodes([[*path, *flags]] * 2)
     assert codes == [2, 2]
     assert f"error: rank 1 can't see {tmp_path}: set an --output_dir that" in outputs[0]
@@ -342,7 +332,6 @@ def test_a_busy_port_is_one_line_at_once(script, tmp_path):
 @pytest.mark.parametrize(
     "environ, words",
     [
-        ({"NPROC_PER_NODE": "two"}, "NPROC_PER_NODE=two: must be a whole number, 1 or more"),
         ({"NNODES": "2"}, "NNODES=2 needs MASTER_ADDR"),
         ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"},
          "NODE_RANK=2: must be below NNODES=2"),
@@ -367,7 +356,6 @@ def test_a_missing_script_is_named(tmp_path):
     [
         ("kill", 137, "error: rank 1 died of SIGKILL: out of memory, or killed by hand"),
         ("2", 2, "error: --seq_len 1: too small"),  # the rank's own words, and no traceback below
-        ("7", 7, "error: rank 1 ended with exit code 7"),
     ],
 )
 def test_one_dead_rank_ends_all_within_ten_seconds(script, tmp_path, how, code, last_line):
@@ -407,7 +395,7 @@ def test_a_torchrun_that_stops_ranks_itself_tells_the_exit_code(script, tmp_path
     assert done.stderr.splitlines()[-1] == "error: rank 1 ended with exit code 7"
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGTERM", slow("SIGINT")])
 def test_a_signal_to_the_launcher_leaves_no_process(repo, name):
     (repo / SCRIPTS["fsdp"]).write_text(
         "import os, sys, time; sys.stdout.write(f'{os.getpid()}\\n'); time.sleep(60)"

@@ -6,7 +6,7 @@ import shlex
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, command_line
 from tiny_tokenizer import make_tokenizer, packs_of, write
 
 from llm_demo import chat, evaluate, export
@@ -130,7 +130,7 @@ def test_a_dry_run_names_the_command_without_it(folder, monkeypatch):
     script, flags = str(ROOT / "fsdp/train_fsdp.py"), ["--train_json", "my data.jsonl"]
     for dry in (["--dry_run"], ["--dry-run"], ["--dry_run", "true"], ["--dry_run=1"]):
         for argv in ([*dry, *flags], [*flags, *dry], ["--no_save", *dry, "--no_shuffle", *flags]):
-            monkeypatch.setattr(sys, "argv", [script, *argv])
+            command_line(monkeypatch, script, *argv)
             line = without_dry_run(World(0, 2, 0, None))
             kept = [word for word in argv if word not in dry]
             assert line.startswith("NPROC_PER_NODE=2 PYTHONPATH=")

@@ -16,8 +16,8 @@ from llm_demo.machine.text import progress, watched
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(module, "DELAY", 0.05)
-    monkeypatch.setattr(module, "EVERY", 0.05)
+    for name in ("DELAY", "EVERY"):
+        monkeypatch.setattr(module, name, 0.05)
     monkeypatch.setenv("RANK", "0")
 
 

@@ -147,12 +147,19 @@ def test_medians_are_of_the_steps_since_the_last_start():
         assert (summary["steps"], summary["median_step_ms"]) == (8, median)
 
 
-def test_a_line_fits_the_terminal(monkeypatch):
+@pytest.fixture
+def on_terminal(monkeypatch):
+    """From the moment that it is called."""
+    terminal = SimpleNamespace(isatty=lambda: True)
+    return lambda: monkeypatch.setattr("sys.stdout", terminal)
+
+
+def test_a_line_fits_the_terminal(on_terminal, monkeypatch):
     fields = ["step 1234/5000", "loss 1.2345", "load 1.3x", "gnorm 12.34", "lr 2.0e-05"]
     fields += ["1234 ms (comm 123)", "123.4k tok/s (12.3k labels)", "mfu 45.6%", "mem 76.5 GiB"]
     fields.append("eta 1:34:56")
     assert beyond_terminal(fields) == ()  # written to a file
-    monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: True))
+    on_terminal()
 
     def shown(columns):
         monkeypatch.setenv("COLUMNS", str(columns))
@@ -172,9 +179,9 @@ def test_a_line_fits_the_terminal(monkeypatch):
     assert lines[80] == lines[82].replace("123.4k tok/s | ", "")
 
 
-def test_every_line_of_a_run_has_the_same_columns(monkeypatch):
+def test_every_line_of_a_run_has_the_same_columns(on_terminal, monkeypatch):
     """Those for which the first line had room, with the last step's number."""
-    monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: True))
+    on_terminal()
     monkeypatch.setenv("COLUMNS", "71")
     timer, records, _, said = a_run(1000)
     records.log.say = lambda text, shown=None: said.append(shown or text)
