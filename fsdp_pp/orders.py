@@ -10,7 +10,6 @@ Language Model Training on GPU Clusters Using Megatron-LM". v: pieces placed as 
 
 import functools
 from bisect import bisect
-from collections import Counter
 from collections.abc import Callable, Iterable
 
 import torch
@@ -117,15 +116,6 @@ def with_receives(works: list[list[tuple]], where: list[int], stage: int) -> lis
         if 0 <= into <= last and where[piece] != stage == where[into]:
             receives[bisect(numbers, n)].append((kind, into))
     return [(*work, now) for work, now in zip(works[stage], receives, strict=True)]
-
-
-def in_flight(work: list[tuple]) -> dict[int, int]:
-    """{piece: micro-batches whose activations it has} when a stage holds most of them."""
-    now, most = Counter(), Counter()
-    for kind, piece, _ in work:
-        now[piece] += 1 if kind == FORWARD else -1
-        most = now.copy() if now.total() > most.total() else most
-    return dict(most)
 
 
 def run_stage(

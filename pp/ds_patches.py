@@ -67,7 +67,8 @@ def join_group(device: torch.device) -> None:
 
 def outlast_overflows(engine) -> None:
     """Don't let DeepSpeed end the run at the smallest loss scale: records.py counts bad steps."""
-    if scaler := getattr(engine.optimizer, "loss_scaler", None):
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    if scaler:
         scaler.raise_error_at_min_scale = False
 
 

@@ -144,7 +144,8 @@ def load_state(engine, load: Callable, facts: dict) -> None:
             if not key:
                 with deepspeed.zero.GatheredParameters(param, modifier_rank=0):
                     param.copy_(whole)
-    if scaler := _scaler(engine):
+    scaler = _scaler(engine)
+    if scaler:
         scale = facts["loss_scale"]
         scaler.cur_scale = scale["scale"]
         # counts from the last overflow: place it just before the first step

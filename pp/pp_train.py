@@ -62,18 +62,18 @@ def main() -> None:
     if args.estimate:
         from llm_demo.memory import report
 
-        job.log.say(report(peaks_of(job, switches, counts, replicas), args))
+        job.log.say(report(stage_peaks(job, switches, counts, replicas), args))
     elif job.open(copies=replicas > 1):
         if replicas > 1:  # one does without copies where they don't fit
             from llm_demo.memory import check_host
 
-            ranks = peaks_of(job, switches, counts, replicas)
+            ranks = stage_peaks(job, switches, counts, replicas)
             advice = "use fewer replicas, more nodes or a smaller model"
             check_host(ranks, args, world, say=job.log.say, advice=advice)
         run(job, Pipeline(job, switches, counts))
 
 
-def peaks_of(job: Job, switches: dict, counts: list[int], replicas: int) -> list:
+def stage_peaks(job: Job, switches: dict, counts: list[int], replicas: int) -> list:
     """The estimated peak memory of each stage, see memory.peaks."""
     from llm_demo.memory import peaks, settings_of
     from llm_demo.model.costs import sizes_of

@@ -49,7 +49,7 @@ def main() -> None:
     job.log.resolved(parallelism=ds_engine.zero_name(switches), comm_timer=args.comm_timer)
     job.decide(world.size, refuse_experts)
     settings = ds_engine.zero_config(switches, args, job.plan.compute)
-    ranks = peaks_of_ranks(job, settings["zero_optimization"])
+    ranks = rank_peaks(job, settings["zero_optimization"])
     if args.estimate:
         job.log.say(memory.report(ranks, args))
     elif job.open(copies=True):
@@ -58,7 +58,7 @@ def main() -> None:
         run(job, Zero(job, settings))
 
 
-def peaks_of_ranks(job: Job, zero: dict) -> list:
+def rank_peaks(job: Job, zero: dict) -> list:
     """The estimated peak memory, see memory.peaks. zero: DeepSpeed's settings of ZeRO."""
     args, config, compute, train = job.planned()
     settings = memory.settings_of(
