@@ -73,9 +73,17 @@ def layout_of(args: Args, world: World) -> Layout:
     sharded = args.fsdp
     if sharded is None:
         sharded = world.size > 1 or args.reshard_after_forward
-    over = world.size // part.count, world.rank // part.count
-    tensor = args.tensor_parallel
-    return Layout(sharded, replicas, n_shards, part, *over, grid, mesh, tensor_parallel=tensor)
+    return Layout(
+        sharded=sharded,
+        replicas=replicas,
+        n_shards=n_shards,
+        part=part,
+        data_parallel=world.size // n,
+        dp_rank=world.rank // n,
+        grid=grid,
+        mesh=mesh,
+        tensor_parallel=args.tensor_parallel,
+    )
 
 
 def refuse_plan(args: Args, layout: Layout, plan) -> None:

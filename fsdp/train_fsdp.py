@@ -193,8 +193,8 @@ class Fsdp:
         return self.model(*inputs)
 
     def batches_of(self, rows):
-        over, micro = (self.layout.dp_rank, self.layout.data_parallel), self.args.micro_batch_size
-        return micro_batches(self.job.plan.data.train, rows, *over, micro)
+        train, micro, layout = self.job.plan.data.train, self.args.micro_batch_size, self.layout
+        return micro_batches(train, rows, layout.dp_rank, layout.data_parallel, micro)
 
     def see(self, batch) -> None:
         """Let routers know which tokens are padding."""
