@@ -169,15 +169,6 @@ def test_the_keys_and_types_of_skypilots_task():
     assert task["num_nodes"] >= 1 and task["envs"]["OUTPUT_DIR"].startswith(tuple(task["volumes"]))
 
 
-def test_skypilot_accepts_its_task():
-    schemas = pytest.importorskip("sky.utils.schemas")
-    import jsonschema
-
-    task = yaml.safe_load(TASK.read_text())
-    jsonschema.validate(task, schemas.get_task_schema())
-    jsonschema.validate(task["resources"], schemas.get_resources_schema())
-
-
 @pytest.mark.parametrize("gpus", [0, 8])
 def test_what_skypilots_task_runs(gpus, tmp_path):
     (tmp_path / "fsdp").mkdir()

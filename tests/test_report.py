@@ -13,7 +13,6 @@ import pytest
 from conftest import ROOT, refused, run
 
 from llm_demo import report
-from llm_demo.core.errors import UserError
 from llm_demo.run import records
 from llm_demo.run.folder import step_parts
 
@@ -330,19 +329,6 @@ def test_a_long_run_is_a_small_page(tmp_path):
     losses = 8 - (line[:, 1] - heldout[0, 1]) * scale
     assert losses.max() < 9 and top[1] < line[:, 1].min()
     assert losses[-1] == pytest.approx(2 + 6 / 3e4**0.3, abs=0.05)
-
-
-def test_a_page_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypatch):
-    def full(_):
-        raise OSError(28, "No space left on device")
-
-    good, out = write(tmp_path / "good", map(record, range(1, 4))), tmp_path / "page.html"
-    before = make(out, good)
-    with monkeypatch.context() as m, pytest.raises(UserError, match="page.html: No space left"):
-        m.setattr("os.fsync", full)
-        make(out, good)
-    assert out.read_text() == before
-    assert {p.name for p in tmp_path.iterdir()} == {"good", "page.html"}
 
 
 BAD = {  # case: (the run, the page, what is said), in a folder that has good/ and these
