@@ -21,6 +21,7 @@ from conftest import (
     LAUNCHERS,
     ROOT,
     TINY,
+    args_with,
     environment,
     logged,
     processes_with,
@@ -38,6 +39,7 @@ from llm_demo import fit
 from llm_demo.machine.dist import run as run_main
 from llm_demo.machine.dist import start
 from llm_demo.machine.process import fault_of_environment
+from llm_demo.model.check_config import check_experts
 from llm_demo.model.families import FAMILIES
 
 DOWN = "model.layers.0.mlp.down_proj.weight"
@@ -159,13 +161,6 @@ def folder(tmp_path_factory):
     return folder
 
 
-def launch(kind, folder, *flags, **env):
-    env = {"PYTHON": sys.executable, "MAX_STEPS": "2", "NPROC_PER_NODE": "2", **env}
-    started = time.monotonic()
-    done = run(["bash", LAUNCHERS[kind], *flags], cwd=folder, **env)
-    return done, time.monotonic() - started
-
-
 def nothing_is_lost(folder):
     assert not (folder / "new").exists()
     assert (folder / "earlier run/metrics.jsonl").read_text() == "precious"
@@ -180,28 +175,27 @@ ONE_BLOCK = f"{MODEL} 'one block' {SHORT}"
 QWEN, DEEPSEEK = (f"{MODEL} {name} {SHORT}" for name in ("qwen3_moe", "deepseek_v3"))
 WITH_EXPERTS = f"{MODEL} {shlex.quote(str(ROOT / 'models/qwen3-moe-tiny'))} {NO_DATA}"
 OFFLOAD = f"--deepspeed_config {shlex.quote(str(ROOT / 'zero/ds_zero3_offload.json'))}"
-# Through the launchers: what each of them must turn into one line and an exit code.
-LAUNCHED = [
-    ("pp", "--train_json broken.jsonl", "broken.jsonl:3.*broken JSON"),
-    ("fsdp_pp", "--schedule v --partition 3,3", "give 4 counts.*a sum of 6"),
-    ("fsdp_pp", ONE_BLOCK, "the model has 1 block, too few for 2 pieces"),
-    ("fsdp", f"--expert_parallel 2 {MODEL} odd {TOKENIZER}",
-     "--expert_parallel 2 does not divide 3, the experts"),
-]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind, flags, message", LAUNCHED)
-def test_bad_input(kind, flags, message, folder, record_property):
+def test_bad_input_of_two_processes(folder, record_property):
+    """Through the launcher: one line and an exit code."""
     record_property("bad inputs", 1)
-    defaults = "--train_json good.jsonl " * ("--train_json" not in flags)
-    defaults += "--output_dir new " * ("--output_dir" not in flags)
-    done, seconds = launch(kind, folder, *shlex.split(defaults + flags))
+    flags = f"--train_json broken.jsonl --output_dir new {ONE_BLOCK}"
+    env = {"PYTHON": sys.executable, "MAX_STEPS": "2", "NPROC_PER_NODE": "2"}
+    started = time.monotonic()
+    done = run(["bash", LAUNCHERS["fsdp"], *shlex.split(flags)], cwd=folder, **env)
+    assert time.monotonic() - started < 60  # start-up included, on a busy machine
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert re.search(message, error)
+    assert re.search("broken.jsonl:3.*broken JSON", error)
     assert "Traceback" not in done.stderr + done.stdout and "step 1/" not in done.stdout
     assert done.returncode == 2
-    assert seconds < 60  # start-up included, on a busy machine
     nothing_is_lost(folder)
+
+
+def test_experts_that_ranks_cannot_share(folder):
+    config = AutoConfig.from_pretrained(folder / "odd")
+    with refused("--expert_parallel 2 does not divide 3, the experts"):
+        check_experts(args_with(expert_parallel=2, psgd_rank=0), config)
 
 
 # The same scripts' main(), in this process: a launch takes 5 s. (scripts, flags, what is said)
