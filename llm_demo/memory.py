@@ -40,7 +40,6 @@ LONG_DOCUMENT = 8192  # tokens from which on attention takes a good part of the 
 INPUTS_KEPT = 2  # inputs of blocks that --activations_on_host leaves on the device
 MLP_PIECE = 1 << 14  # tokens that a frozen MLP computes together
 STREAMED = 3 << 21  # elements that the host's optimizer has on the device at a time
-UNIT = 64e6  # parameters of a unit of blocks, if one block has fewer
 LOW_RANK_BATCH = 1 << 27  # elements of the matrices that PowerSGD multiplies at a time
 
 
@@ -111,11 +110,9 @@ class Peak(NamedTuple):
 def settings_of(engine: str, args, compute, train, ranks: int, **layout) -> Settings:
     """Of a run. args: its flags; compute: a run.choices.Compute; train: the training Rows;
     layout: other fields of Settings."""
-    given = {}
-    for field in dataclasses.fields(Settings):
-        if hasattr(args, field.name):
-            given[field.name] = getattr(args, field.name)
-    given["expert_parallel"] = getattr(args, "expert_parallel", None) or 1
+    flags = vars(args)
+    given = {f.name: flags[f.name] for f in dataclasses.fields(Settings) if f.name in flags}
+    given["expert_parallel"] = flags.get("expert_parallel") or 1
     of_run = {
         "engine": engine,
         "ranks": ranks,
@@ -134,10 +131,12 @@ def keys_kept(compute, train) -> float:
     """Mean number of keys per token whose probabilities are kept: 0 by a fused kernel."""
     if compute.attn_impl == "math":
         return train.seq_len
-    plain, device = compute.attn_impl == "bucketed_math", this_device()
-    if compute.attn_impl == "bucketed" and device.vendor == "amd":
-        plain = not has_fused_kernels(device)
-    if not plain:
+    if compute.attn_impl == "bucketed":
+        device = this_device()
+        fused = device.vendor != "amd" or has_fused_kernels(device)
+    else:
+        fused = compute.attn_impl != "bucketed_math"
+    if fused:
         return 0
     lengths = train.documents.lengths
     padded = np.minimum(-(-lengths // BUCKET) * BUCKET, train.seq_len)
@@ -219,7 +218,7 @@ def part_of(sizes: Sizes, s: Settings, flight: dict[int, int]) -> Part:
         embedding=sizes.embedding if ends else 0,
         ends=ends * sizes.embedding,
         shard=(share * stored + ends * sizes.embedding) / s.ranks,
-        unit=max(gathered / len(sizes.blocks) * max(s.blocks_per_unit, 1), UNIT),
+        unit=gathered / len(sizes.blocks) * max(s.blocks_per_unit, 1),
     )
 
 
@@ -255,8 +254,6 @@ def saved_bytes(block: Cost, sizes: Sizes, s: Settings) -> float:
     if s.sequence_parallel > 1:  # the output of attention, for whole rows
         numbers += sizes.heads.queries * sizes.heads.width
     total = numbers * s.size
-    if block.chosen:  # the router's input, in fp32
-        total += 4 * sizes.hidden
     if s.keys and not block.rule:  # no fused kernel: in fp32, with probabilities
         total += 4 * sizes.heads.queries * (3 * sizes.heads.width + s.keys)
     if block.rule and s.rule == "chunked":  # in fp32, with the states between chunks
@@ -295,16 +292,17 @@ def loss_bytes(sizes: Sizes, s: Settings) -> float:
     """Bytes of a chunk's logits, which become their gradient, and of the head's gradient."""
     slim = s.lora or s.optimizer_on_host and s.tokens > CHUNK_ROWS
     rows = min(CHUNK_ROWS // SLIM if slim else CHUNK_ROWS, s.tokens)
-    logits, head = rows * sizes.vocabulary * s.size, sizes.embedding * s.size
-    # in place if compiled or in fp32
-    copy = 0 if s.compile or s.size == 4 else rows * sizes.vocabulary * 4
+    logits = rows * sizes.vocabulary * s.size
+    copy = 0 if s.compile or s.size == 4 else rows * sizes.vocabulary * 4  # in fp32
     if s.lora:
         return logits + copy
-    if slim:  # the head's gradient is summed in fp32
-        return sizes.embedding * 4 + logits + copy + head
-    if s.tokens > CHUNK_ROWS:
-        return sizes.embedding * 4 + max(logits + copy, head)
-    return logits + max(copy, head)
+    head = sizes.embedding * s.size
+    if s.tokens <= CHUNK_ROWS:
+        return logits + max(copy, head)
+    sums = sizes.embedding * 4  # of the head's gradient, in fp32
+    if slim:
+        return sums + logits + copy + head
+    return sums + max(logits + copy, head)
 
 
 def attention_bytes(sizes: Sizes, s: Settings) -> int:
@@ -317,7 +315,8 @@ def at_the_loss(sizes: Sizes, s: Settings, flight: dict[int, int]) -> tuple[floa
     n = len(sizes.blocks)
     counts = s.counts or (n,)
     held = sum(counts[piece] * times for piece, times in flight.items())  # blocks
-    each = block_input = sizes.hidden * s.size
+    block_input = sizes.hidden * s.size
+    each = block_input
     if not s.use_activation_checkpointing:
         each = sum(saved_bytes(block, sizes, s) for block in sizes.blocks) / n
     tokens = held * each
@@ -326,14 +325,16 @@ def at_the_loss(sizes: Sizes, s: Settings, flight: dict[int, int]) -> tuple[floa
     if s.expert_parallel > 1:  # all ranks' tokens, their sums, and the gradients of both
         tokens += 4 * s.expert_parallel * block_input
     if s.engine == "fsdp_pp":  # outputs until their backward, and four slots for each neighbour
-        pieces = len(counts) // s.stages
-        tokens += (sum(flight.values()) + 8 * pieces) * block_input
+        tokens += (sum(flight.values()) + 8 * len(flight)) * block_input
     tokens += s.attention_kept * attention_bytes(sizes, s)
-    backward = max(passing_bytes(block, sizes, s) for block in {*sizes.blocks})
     activations = s.tokens * tokens
-    if len(counts) - 1 in flight and loss_bytes(sizes, s) >= s.tokens * backward:
-        return activations, loss_bytes(sizes, s)
-    return activations + s.tokens * backward, 0
+    backward = s.tokens * max(passing_bytes(block, sizes, s) for block in {*sizes.blocks})
+    loss = 0
+    if len(counts) - 1 in flight:
+        loss = loss_bytes(sizes, s)
+    if loss >= backward:
+        return activations, loss
+    return activations + backward, 0
 
 
 # ---------------------------------------------------------------- weights and gradients
@@ -343,38 +344,39 @@ def fsdp_moments(
     sizes: Sizes, s: Settings, part: Part, activations: float, loss: float
 ) -> list[Moment]:
     """Of FSDP2, in a pipeline or not, and of one process."""
-    size, embedding, unit, shard = s.size, part.embedding, part.unit, part.shard
-    sums_each = s.optimizer_on_host or s.reshard_after_forward and s.replicas == "1"
-    sums_each = sums_each and s.engine == "fsdp"
+    size, embedding, shard = s.size, part.embedding, part.shard
+    on_host = s.optimizer_on_host
+    # whether each micro-batch's gradients are summed over ranks
+    sums_each = on_host or s.reshard_after_forward and s.replicas == "1" and s.engine == "fsdp"
     # whether there are sums of gradients when the loss is computed
-    between = s.grad_accum_steps > 1 or s.optimizer_on_host or s.stages > 1
+    between = s.grad_accum_steps > 1 or on_host or s.stages > 1
     sums = 4 * part.whole * between
     if s.sharded:
-        stored = shard * (size if s.optimizer_on_host else MASTER_BYTES)
-        weights = at_end = stored + gathered(sizes, s, part) * size
+        stored = shard * (size if on_host else MASTER_BYTES)
+        weights = at_end = stored + gathered(s, part, sizes.tied) * size
         # the embedding's gradient, as it is sent and received
-        gradients = sums + embedding * 4 * (1 + 1 / s.ranks)
-        at_block = 4 * (shard + unit)
+        sent = embedding * 4 * (1 + 1 / s.ranks)
+        gradients = sums + sent
+        at_block = 4 * (shard + part.unit)
         if sums_each or not between:
             sums = 4 * shard * between
-            at_end = stored + (embedding + unit) * size
-            sent = size + 4 + 4 / s.ranks
-            if s.optimizer_on_host:  # in the compute dtype
-                sent = size * (2 if s.use_activation_checkpointing else 3)
-            gradients = 4 * shard + embedding * sent
+            at_end = stored + (embedding + part.unit) * size
+            gradients = 4 * shard + sent + embedding * size
+            if on_host:  # in the compute dtype
+                gradients = 4 * shard + 3 * embedding * size
     else:
-        weights = at_end = part.whole * (size if s.optimizer_on_host else s.with_master)
-        if s.optimizer_on_host:  # a unit's exist until they are added
-            gradients = sums + max(unit, embedding) * size
+        weights = at_end = part.whole * (size if on_host else s.with_master)
+        if on_host:  # a unit's exist until they are added
+            gradients = sums + max(part.unit, embedding) * size
         elif between:  # a micro-batch's of a piece do
             pieces = max(1, len(s.counts) // s.stages)
-            gradients = sums + (part.whole / pieces * size if size < 4 else 0)
+            gradients = sums + part.whole / pieces * size
         else:  # a unit's are copied
             gradients = part.whole * (size if s.with_master == 4 else 4)
-            gradients += max(unit, part.ends) * size
+            gradients += max(part.unit, part.ends) * size
         at_block = gradients
     optimizer = shard * MOMENT_BYTES[s.optim_state]
-    if s.optimizer_on_host:
+    if on_host:
         optimizer = STREAMED * state_bytes(s)
     if s.psgd_rank:  # its errors, and two sets of matrices that are multiplied
         optimizer += 4 * shard + 8 * min(shard, max(LOW_RANK_BATCH, embedding / s.ranks))
@@ -383,19 +385,19 @@ def fsdp_moments(
         Moment(at_end, optimizer, gradients),
     ]
     if s.use_activation_checkpointing and s.engine == "fsdp":
-        # the first block's, when all others have gradients
+        # the first block's backward, when all others have gradients
         again = s.tokens * passing_bytes(sizes.blocks[0], sizes, s)
         found.append(Moment(at_end, optimizer, at_block, again))
     return found
 
 
-def gathered(sizes: Sizes, s: Settings, part: Part) -> float:
+def gathered(s: Settings, part: Part, tied: bool) -> float:
     """Parameters that are gathered when the loss is computed."""
     total = part.whole
     if s.reshard_after_forward:
         total = part.ends + 2 * part.unit
     # with the host's optimizer the embedding is freed after the forward
-    freed = s.optimizer_on_host and s.reshard_after_forward and not sizes.tied
+    freed = s.optimizer_on_host and s.reshard_after_forward and not tied
     if s.engine == "fsdp" and s.ranks > 1 and s.size < 4 and not freed:
         total += part.embedding  # a buffer for embedding or head
     return total
@@ -409,12 +411,12 @@ def lora_moments(
     own = s.lora.parameters - s.lora.routed * (1 - 1 / s.expert_parallel)
     weights = part.whole * s.size
     if s.sharded:
-        weights = (part.shard + gathered(sizes, s, part)) * s.size
+        weights = (part.shard + gathered(s, part, sizes.tied)) * s.size
     weights += own * s.size + trained * MASTER_BYTES
     if s.lora.in_4_bits:  # one matrix at a time has its values
         weights += sizes.hidden * max(block.width for block in sizes.blocks) * s.size
     optimizer = trained * MOMENT_BYTES[s.optim_state]
-    gradients = own * 4 if s.grad_accum_steps > 1 else 0
+    gradients = own * 4 * (s.grad_accum_steps > 1)
     return [Moment(weights, optimizer, gradients, activations, loss)]
 
 
@@ -423,31 +425,28 @@ def deepspeed_moments(
 ) -> list[Moment]:
     """Of ZeRO, and of a pipeline with ZeRO's first stage."""
     whole, embedding, size, shard = part.whole, part.embedding, s.size, part.shard
-    stage, on_host = s.zero.get("stage", 1), "offload_optimizer" in s.zero
+    stage = s.zero.get("stage", 1)
     bucket = min(s.zero.get("reduce_bucket_size", 5e8), whole)
     weights = at_end = whole
     if stage == 3:
         stored = 0 if "offload_param" in s.zero else shard
-        live = min(s.zero.get("stage3_max_live_parameters", 1e9), whole)
+        weights = stored + min(s.zero.get("stage3_max_live_parameters", 1e9), whole)
         at_end = stored + embedding + part.unit
-        weights = max(at_end, stored + live)
     masters = optimizer = sums = 0
-    if not on_host:
-        masters, optimizer = shard * MASTER_BYTES, shard * MOMENT_BYTES[s.optim_state]
+    if "offload_optimizer" not in s.zero:
+        masters = shard * MASTER_BYTES
+        optimizer = shard * MOMENT_BYTES[s.optim_state]
         sums = 4 * (whole if stage == 1 else shard)
     gradients = sums + part.unit * size
-    if stage == 1 and s.dtype != "bf16":  # a bucket, and one more while it is reduced
+    if stage > 1:  # buffers: fitted to measured rows
+        gradients = sums + bucket * (4 + 2 * size) + embedding * (10 + size)
+        sums += bucket * (4 + size)
+    elif s.dtype != "bf16":  # a bucket, and one more while it is reduced
         sums += 4 * bucket
         gradients = sums + 4 * bucket
         if size == 4:  # the step copies them; sums are kept beside a micro-batch's
             gradients += 4 * (whole + shard)
             sums += 4 * whole * (s.grad_accum_steps > 1)
-    if stage > 1:  # a bucket, and the embedding's gradient, in the compute dtype and in fp32
-        gradients = sums + (bucket + embedding) * (4 + size)
-        sums += bucket * size
-    if stage == 3:  # more buffers: fitted to measured rows
-        sums += bucket * 4
-        gradients += bucket * size + embedding * 6
     still = 0
     if s.engine == "zero" and not sizes.tied:  # its head is reduced before any block's backward
         still = activations
@@ -520,17 +519,17 @@ def report(ranks: list[Peak], args) -> str:
     """What --estimate prints: a table of the parts, with a warning if they come near what a card
     has, and host memory."""
     device, capacity = this_device(), capacity_of(args)
-    names, note = [*ranks[0].parts], ""
-    if device.type == "cpu":  # without an allocator and CUDA
-        names = names[:-2]
-        note = "\nthis is the run on this machine's CPU; --card estimates it on a GPU"
+    names = [*ranks[0].parts]
+    if device.type == "cpu":
+        names = [name for name in names if name not in (UNUSED, CONTEXT)]
     rows = {name: [peak.parts[name] for peak in ranks] for name in names}
-    totals = rows["total"] = [sum(column) for column in zip(*rows.values(), strict=True)]
-    width = max(map(len, rows))
+    totals = [sum(column) for column in zip(*rows.values(), strict=True)]
+    rows["total"] = totals
     text = f"estimated peak memory of each rank on {device}, in GiB (2**30 bytes):"
     for name, row in rows.items():
-        text += f"\n  {name:{width}} " + " ".join(f"{gb:7.1f}" for gb in row)
-    text += note
+        text += f"\n  {name:16} " + " ".join(f"{gb:7.1f}" for gb in row)
+    if device.type == "cpu":
+        text += "\nthis is the run on this machine's CPU; --card estimates it on a GPU"
     if capacity and max(totals) > USABLE * capacity:
         text += f"\nwarning: this may not fit into {capacity:.1f} GiB"
     host, copies = sum(peak.host for peak in ranks), sum(peak.copies for peak in ranks)
@@ -540,33 +539,33 @@ def report(ranks: list[Peak], args) -> str:
 
 
 def in_words(offloaded: float, copies: float) -> str:
-    words = []
-    if offloaded:
-        words.append(f"{offloaded:.1f} GiB for what is offloaded")
-    if copies:
-        words.append(f"{copies:.1f} GiB while a checkpoint is saved or read")
-    return " and ".join(words)
+    """GiB of host memory."""
+    return (
+        f"{offloaded:.1f} GiB for what is offloaded and {copies:.1f} GiB while a checkpoint is "
+        "saved or read"
+    )
 
 
 def check_host(ranks: list[Peak], args, world: World, say: Callable, advice: str) -> None:
     """Check each node's host memory before anything is allocated, and say what is offloaded. Every
     rank calls. Raises UserError, with the advice, if a node has too little."""
-    node = ranks[world.rank - world.local_rank :][: world.local_size]
+    first = world.rank - world.local_rank
+    node = ranks[first : first + world.local_size]
     # the processes have started already
     kept = sum(max(0, peak.host - PROCESS) for peak in node)
     copies = sum(peak.copies for peak in node)
 
     def check() -> str:
-        free, needed = free_host_memory() / GB, in_words(kept, copies)
-        if kept + copies > free:
-            if kept < free and not args.resume:
-                needed_less = f"add --no_save, or {advice}"
-            else:
-                needed_less = advice
-            raise UserError(
-                f"host memory: this node needs {needed}, and {free:.1f} GiB are free: {needed_less}"
-            )
-        return f"host memory: {needed}, of {free:.1f} GiB free"
+        free = free_host_memory() / GB
+        needed = in_words(kept, copies)
+        if kept + copies <= free:
+            return f"host memory: {needed}, of {free:.1f} GiB free"
+        way_out = advice
+        if kept < free and not args.resume:
+            way_out = f"add --no_save, or {advice}"
+        raise UserError(
+            f"host memory: this node needs {needed}, and {free:.1f} GiB are free: {way_out}"
+        )
 
     said = once_per_node(world, check)
     if kept:
