@@ -46,7 +46,18 @@ RANK = 16  # rank of the adapters
 NAMES = {DEVICE: DEVICE, HOST: "`--optimizer_on_host`", ADAPTERS: f"`--lora_rank {RANK}`",
          FOUR_BITS: "the same, `--base_bits 4`"}  # fmt: skip
 POWERS, STEPS_OF_16K = [2**power for power in range(3, 11)], range(16, 513, 16)  # 1,024 tokens
-LEFT_OUT = ("grad_accum_steps", "lora_rank", "base_bits")  # flags that cells do not show
+SHOWN = {  # flags of cells; the others are left out
+    "micro_batch_size": "",
+    "activation_memory_budget": "budget",
+    "use_activation_checkpointing": "ckpt",
+    "activations_on_host": "activations on host",
+    "schedule": "",
+    "reshard_after_forward": "reshard",
+    "optimizer_on_host": "host",
+    "sequence_parallel": "rows over",
+    "expert_parallel": "experts over",
+    "tensor_parallel": "matrices over",
+}
 HOST_GB = 128  # host memory for each card, in the table of the longest rows
 MARKED = re.compile(r"(<!-- fits -->\n).*?(<!-- end fits -->)", re.S)
 LONGEST = re.compile(r"(<!-- longest -->\n).*?(<!-- end longest -->)", re.S)
@@ -64,8 +75,8 @@ def cells() -> dict[tuple, fit.Choice | None]:
             four_bits = fit.parse([*lora, "--base_bits", "4"])
             every = list(fit.choices(config, ask))
             for way, several in (
-                (DEVICE, [c for c in every if c.way not in (fit.HOST, fit.GRID)]),
-                (HOST, [c for c in every if c.way == fit.HOST]),
+                (DEVICE, [c for c in every if c.way not in ("optimizer_on_host", "fsdp_pp")]),
+                (HOST, [c for c in every if c.way == "optimizer_on_host"]),
                 (ADAPTERS, list(fit.choices(config, fit.parse(lora)))),
                 (FOUR_BITS, list(fit.choices(config, four_bits))),
             ):
@@ -82,9 +93,17 @@ def cell(choice: fit.Choice | None) -> str:
     """The micro-batch size and flags of a choice, abbreviated."""
     if not choice:
         return "–"
-    flags = {k: v for k, v in choice.flags.items() if k not in LEFT_OUT}
-    words = fit.words_of(flags).removeprefix("micro ").removesuffix(", host")
-    return f"pp {words.replace(', stages 2', '')}" if choice.way == fit.PIPE else words
+    words = words_of(choice.flags).removesuffix(", host")
+    return f"pp {words}" if choice.way == "pp" else words
+
+
+def words_of(flags: dict) -> str:
+    words = []
+    for flag, short in SHOWN.items():
+        if flag in flags:
+            value = "" if flags[flag] is True else flags[flag]
+            words.append(f"{short} {value}".strip())
+    return ", ".join(words)
 
 
 def measured(model: str, way: str) -> str:
@@ -149,9 +168,9 @@ def longest(model: str, asked: str, sizes: Sequence[int]) -> str:
     fitting = bisect.bisect_left(sizes, True, key=lambda size: not fastest(size)[1])
     if not fitting:
         return "–"
-    flags = fastest(sizes[fitting - 1])[0].flags
-    flags = {k: v for k, v in flags.items() if k not in (*LEFT_OUT, "micro_batch_size")}
-    return f"{sizes[fitting - 1]}k ({fit.words_of(flags)})"
+    flags = dict(fastest(sizes[fitting - 1])[0].flags)
+    del flags["micro_batch_size"]
+    return f"{sizes[fitting - 1]}k ({words_of(flags)})"
 
 
 def long_rows() -> str:

@@ -112,7 +112,6 @@ from llm_demo.run.choices import Compute, choose_compile
 from llm_demo.run.cut import split
 
 LARGEST = 64  # micro-batch size
-ADAPTERS = 16  # rank of those offered if nothing else fits
 FEW = 2048  # tokens of a step and card up to which matrices may be spread
 COMPUTE = Compute(torch.bfloat16, "varlen", compile=True, rule="fla")
 LAUNCHERS = {
@@ -120,35 +119,35 @@ LAUNCHERS = {
     "pp": "pp/launch_pp.sh",
     "fsdp_pp": "fsdp_pp/launch_fsdp_pp.sh",
 }
-DEVICE, CKPT, HOST = "on the device", "checkpointing", "host optimizer"
-SPREAD, EXPERTS, SHARES = "rows spread", "experts spread", "matrices spread"
-PIPE, GRID = "pipeline", "FSDP pipeline"
-WAYS = DEVICE, CKPT, HOST, SPREAD, EXPERTS, SHARES, PIPE, GRID
-WAY_OF = {  # the first of these flags that a choice has counts
-    "expert_parallel": EXPERTS,
-    "sequence_parallel": SPREAD,
-    "tensor_parallel": SHARES,
-    "optimizer_on_host": HOST,
-    "use_activation_checkpointing": CKPT,
-}
-SHORT = {
-    "micro_batch_size": "micro",
-    "grad_accum_steps": "GA",
-    "lora_rank": "rank",
-    "base_bits": "bits",
-    "optim_state": "moments",
-    "activation_memory_budget": "budget",
-    "use_activation_checkpointing": "ckpt",
-    "activations_on_host": "activations on host",
-    "stages": "stages",
-    "schedule": "",
-    "reshard_after_forward": "reshard",
-    "optimizer_on_host": "host",
-    "sequence_parallel": "rows over",
-    "expert_parallel": "experts over",
-    "tensor_parallel": "matrices over",
-}
-NOT_SEARCHED = "ZeRO-3 with offload, which keeps the weights on the host too, is not searched"
+DEVICE = "on the device"
+# of the report's table; a choice with several of these flags counts to the last
+WAYS = (
+    DEVICE,
+    "use_activation_checkpointing",
+    "optimizer_on_host",
+    "tensor_parallel",
+    "sequence_parallel",
+    "expert_parallel",
+    "pp",
+    "fsdp_pp",
+)
+FLAGS = (  # that are searched, as they are printed
+    "micro_batch_size",
+    "grad_accum_steps",
+    "lora_rank",
+    "base_bits",
+    "optim_state",
+    "activation_memory_budget",
+    "use_activation_checkpointing",
+    "activations_on_host",
+    "stages",
+    "schedule",
+    "reshard_after_forward",
+    "optimizer_on_host",
+    "sequence_parallel",
+    "expert_parallel",
+    "tensor_parallel",
+)
 
 
 class Choice(NamedTuple):
@@ -173,27 +172,23 @@ class Choice(NamedTuple):
     def way(self) -> str:
         """One of WAYS."""
         if self.settings.engine != "fsdp":
-            return PIPE if self.settings.engine == "pp" else GRID
-        return next((way for flag, way in WAY_OF.items() if flag in self.flags), DEVICE)
+            return self.settings.engine
+        for flag in reversed(WAYS):
+            if flag in self.flags:
+                return flag
+        return DEVICE
 
     def __str__(self):
-        return words_of(self.flags)
-
-
-def words_of(flags: dict) -> str:
-    """As tables show flags."""
-    words = []
-    for flag, value in flags.items():
-        words.append(SHORT[flag] if value is True else f"{SHORT[flag]} {value}".strip())
-    return ", ".join(words)
+        words = [f"--{k}" if v is True else f"--{k} {v}" for k, v in self.flags.items()]
+        return " ".join(words)
 
 
 def choices(config, ask, pipeline: bool = True) -> Iterator[Choice]:
     """Every setting to consider, whether it fits or not."""
     sizes = sizes_of(config)
-    found = fsdp_settings(config, ask)
+    found = list(fsdp_settings(config, ask))
     if pipeline and not ask.lora_rank and ask.cards % 2 == 0:
-        found = itertools.chain(found, pipeline_settings(config, ask))
+        found += pipeline_settings(config, ask)
     for settings in found:
         for batch in with_batches(ask, settings):
             yield choice_of(config, sizes, ask, batch)
@@ -321,13 +316,16 @@ def choice_of(config, sizes: Sizes, ask, settings: Settings) -> Choice:
 
 def flags_of(settings: Settings, ask) -> dict:
     """Those that differ from their defaults, and the sizes of batches."""
-    plain = vars(Settings(engine=settings.engine, ranks=settings.ranks))
-    plain = {**plain, "lora_rank": 0, "base_bits": 16}
-    asked = {**vars(settings), "lora_rank": ask.lora_rank, "base_bits": ask.base_bits}
-    always = ["micro_batch_size", "grad_accum_steps"]
-    if settings.stages > 1:
-        always.append("schedule")
-    return {k: asked[k] for k in SHORT if k in always or asked[k] != plain[k]}
+    adapters = {"lora_rank": ask.lora_rank, "base_bits": ask.base_bits}
+    plain = vars(Settings(engine="", ranks=1)) | {"lora_rank": 0, "base_bits": 16}
+    asked = vars(settings) | adapters
+    flags = {}
+    for flag in FLAGS:
+        always = flag in ("micro_batch_size", "grad_accum_steps")
+        always = always or flag == "schedule" and settings.stages > 1
+        if always or asked[flag] != plain[flag]:
+            flags[flag] = asked[flag]
+    return flags
 
 
 def lacking(choice: Choice, ask) -> float:
@@ -354,27 +352,17 @@ def line(choice: Choice, ask) -> str:
     launcher = ROOT / LAUNCHERS[choice.settings.engine]
     if launcher.is_relative_to(Path.cwd()):
         launcher = launcher.relative_to(Path.cwd())
-    flags = {"model_name_or_path": ask.model, "seq_len": ask.seq_len, **choice.flags}
+    words = f"--model_name_or_path {shlex.quote(ask.model)} --seq_len {ask.seq_len} {choice}"
     if ask.limit:  # of PyTorch alone
-        flags["device_memory_gb"] = math.floor(10 * (ask.memory - CONTEXT_GB)) / 10
-    words = [f"--{k}" if v is True else f"--{k} {shlex.quote(str(v))}" for k, v in flags.items()]
-    return f"NPROC_PER_NODE={ask.cards} bash {shlex.quote(str(launcher))} {' '.join(words)}"
+        words += f" --device_memory_gb {math.floor(10 * (ask.memory - CONTEXT_GB)) / 10}"
+    return f"NPROC_PER_NODE={ask.cards} bash {shlex.quote(str(launcher))} {words}"
 
 
 def report(found: list[Choice], ask) -> str:
     first, _ = best(found, ask)
     parts = ", ".join(f"{name} {gb:.1f}" for name, gb in first.peak.parts.items() if gb)
     compiled = "compiled" if ask.compute.compile else "not compiled"
-    host = f"about {ask.cards * PROCESS:.0f} GiB; the optimizer is on the cards"
-    if first.host:
-        offloaded = []
-        if first.settings.optimizer_on_host:
-            offloaded.append("masters and moments")
-        if first.settings.activations_on_host:
-            offloaded.append("inputs of blocks")
-        host = f"{first.host:.1f} GiB for {' and '.join(offloaded)}"
-        if not ask.host_memory:
-            host += ", if the host has that: see --host_memory"
+    host = first.host or ask.cards * PROCESS
     rows = counted(first.tokens // ask.seq_len, "row")
     lines = [
         line(first, ask),
@@ -385,7 +373,7 @@ def report(found: list[Choice], ask) -> str:
         f"times: a rough formula, at {ask.tflops:.0f} TFLOP/s a card and {ask.bandwidth:g} GB/s "
         "between cards",
         f"memory: {first.memory:.1f} of {ask.memory:g} GiB a card: {parts}",
-        f"host memory: {host}",
+        f"host memory: {host:.1f} GiB for all processes",
         "considered (the fastest of each kind by the rough time of a step):",
     ]
     for way in WAYS:
@@ -401,50 +389,28 @@ def report(found: list[Choice], ask) -> str:
             why = f"needs {choice.host:.1f} GiB of the host's"
         else:
             why = f"{choice.memory - ask.usable:.1f} GiB too much"
-        lines.append(f"  {way:15} {choice.memory:6.1f} GiB  {why:28} {choice}")
+        lines.append(f"  {way:28} {choice.memory:6.1f} GiB  {why:28} {choice}")
     return "\n".join(lines)
 
 
 def nothing(found: list[Choice], config, ask) -> str:
     """What comes nearest, and what would help."""
     choice, _ = best(found, ask)
-    memory = f"{choice.memory:.1f} GiB a card, where {ask.usable:.1f} may be used"
-    needs = []
+    helps = []
     if choice.memory > ask.usable:
-        needs.append(f"cards of {math.ceil(choice.memory / USABLE)} GiB")
-    if choice.host:
-        memory += f", and {choice.host:.1f} GiB of host memory"
-        if ask.host_memory and choice.host > ask.host_memory:
-            memory += f", of {ask.host_memory:g}"
-            needs.append(f"{math.ceil(choice.host)} GiB of host memory")
-    helps = [" with ".join(needs)]
-    for words, other in remedies(config, ask):
-        if "cards" in other and helps[-1].endswith("such cards"):  # fewer are enough
-            continue
-        those = argparse.Namespace(**vars(ask) | other)
-        if best([*choices(config, those, pipeline=False)], those)[1]:
-            helps.append(words)
-    enough = [c.host for c in found if c.memory <= ask.usable]
-    if enough:
-        helps.append(f"{math.ceil(min(enough))} GiB of host memory")
-    text = f"nothing fits; nearest: {choice}: {memory}; what would help: "
-    text += " or ".join(dict.fromkeys(helps))
-    if not ask.lora_rank and not is_mixture(config):
-        text += f"; {NOT_SEARCHED}: see docs/zero.md"
-    return text
-
-
-def remedies(config, ask) -> Iterator[tuple[str, dict]]:
-    """(what may help, what to ask for instead)."""
-    rank = ask.lora_rank or ADAPTERS
+        helps.append(f"cards of {math.ceil(choice.memory / USABLE)} GiB, more cards")
+    if ask.host_memory and choice.host > ask.host_memory:
+        helps.append(f"{math.ceil(choice.host)} GiB of host memory")
     if not ask.lora_rank:
-        yield f"adapters only (--lora_rank {rank})", {"lora_rank": rank}
-        yield "AdamW's moments in bf16 (--optim_state bf16)", {"optim_state": "bf16"}
-    if not is_mixture(config):
-        words = f"adapters over a base in 4 bits (--lora_rank {rank} --base_bits 4)"
-        yield words, {"lora_rank": rank, "base_bits": 4}
-    for cards in (2 * ask.cards, 4 * ask.cards, 8 * ask.cards):
-        yield f"{cards} such cards", {"cards": cards}
+        helps.append("--optim_state bf16, adapters (--lora_rank 16)")
+    if ask.base_bits == 16 and not is_mixture(config):
+        helps.append("adapters over a base in 4 bits (--lora_rank 16 --base_bits 4)")
+    if not ask.lora_rank and not is_mixture(config):
+        helps.append("ZeRO-3 with offload (docs/zero.md), which is not searched")
+    return (
+        f"nothing fits; nearest: {choice}: {choice.memory:.1f} GiB a card, where {ask.usable:.1f} "
+        f"may be used, and {choice.host:.1f} GiB of host memory; what may help: {', '.join(helps)}"
+    )
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -457,9 +423,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         card = this_device()
         dtype, _ = pick_dtype("auto", card)
         attention = "varlen" if has_fused_kernels(card) else "bucketed"
-        ask.name, ask.memory = card.name, ask.memory or card.memory_gb
         compiled, _ = choose_compile(None, card, attention)
         ask.compute = Compute(dtype, attention, compiled, rule="fla")
+        ask.name = card.name
+        ask.memory = ask.memory or card.memory_gb
     ask.usable = ask.memory * USABLE
     tflops, bandwidth = step_time.speed_of(ask.card, ask.compute.dtype)
     ask.tflops, ask.bandwidth = ask.tflops or tflops, ask.bandwidth or bandwidth

@@ -58,9 +58,9 @@ def printed(capsys, model, words, fits=True):
 
 @pytest.mark.parametrize("way", fit.WAYS)
 def test_the_script_accepts_the_flags_and_estimates_the_same(way):
-    ask = asked(MIXTURE if way == fit.EXPERTS else SMALL, 4, 16,
-                8192 if way == fit.SHARES else 65_536,
-                "--seq_len 8192" if way == fit.SPREAD else "")  # fmt: skip
+    ask = asked(MIXTURE if way == "expert_parallel" else SMALL, 4, 16,
+                8192 if way == "tensor_parallel" else 65_536,
+                "--seq_len 8192" if way == "sequence_parallel" else "")  # fmt: skip
     found = [choice for choice in search(ask) if choice.way == way]
     sizes = sizes_of(config_of(ask.model, ask.seq_len))
     assert len(found) > 10
@@ -68,7 +68,7 @@ def test_the_script_accepts_the_flags_and_estimates_the_same(way):
         _, _, launcher, *words = shlex.split(fit.line(choice, ask))
         args = check_flags([str(read_launcher(ROOT / launcher)[0]), *words])
         engine = launcher.split("/")[0]
-        assert engine == {fit.PIPE: "pp", fit.GRID: "fsdp_pp"}.get(way, "fsdp")
+        assert engine == {"pp": "pp", "fsdp_pp": "fsdp_pp"}.get(way, "fsdp")
         train = SimpleNamespace(seq_len=ask.seq_len)
         compute = fit.COMPUTE._replace(attention_kept=choice.settings.attention_kept)
         ranks, counts = choice.settings.ranks, choice.settings.counts
@@ -83,10 +83,10 @@ def test_adapters_fit_where_all_weights_do_not():
         ask = asked(model, cards, gb, more="--lora_rank 16")
         found = search(ask)
         assert fit.best(found, ask)[1]
-        assert {choice.way for choice in found} == {fit.DEVICE, fit.CKPT}
+        assert {choice.way for choice in found} == {fit.DEVICE, "use_activation_checkpointing"}
         assert all(choice.flags["lora_rank"] == 16 for choice in found)
         ask.lora_rank = 0
-        on_device = [c for c in search(ask) if c.way != fit.HOST]
+        on_device = [c for c in search(ask) if c.way != "optimizer_on_host"]
         assert not fit.best(on_device, ask)[1]
 
 
@@ -106,8 +106,8 @@ def test_tokens_of_a_step_are_at_least_those_asked_for(cards, tokens, seq_len):
 def test_nothing_that_saves_memory_is_used_if_all_fits():
     assert chosen(SMALL, 2, 141).flags == {"micro_batch_size": 32, "grad_accum_steps": 1}
     assert chosen(LARGE, 2, 141).way == fit.DEVICE
-    assert chosen(LARGE, 2, 32).way == fit.HOST
-    assert chosen(SMALL, 2, 141, 65_536, "--bandwidth 1").way == fit.PIPE
+    assert chosen(LARGE, 2, 32).way == "optimizer_on_host"
+    assert chosen(SMALL, 2, 141, 65_536, "--bandwidth 1").way == "pp"
 
 
 @pytest.mark.parametrize("model, host", [(SMALL, ""), (LARGE, "--host_memory 80")])
@@ -133,11 +133,17 @@ def test_what_is_printed(capsys):
     assert card == "card: any, as fast as an H200: bf16, varlen attention, compiled"
     assert "at 550 TFLOP/s a card and 200 GB/s between cards" in speed
     names = [way.split("  ")[1] for way in ways]
-    assert names == [fit.DEVICE, fit.CKPT, fit.HOST, fit.PIPE, fit.GRID]
+    assert names == [
+        fit.DEVICE,
+        "use_activation_checkpointing",
+        "optimizer_on_host",
+        "pp",
+        "fsdp_pp",
+    ]
     assert ["chosen" in way for way in ways] == [False, False, True, False, False]
     assert ["GiB too much" in way for way in ways] == [True, True, False, True, True]
     out = printed(capsys, SMALL, "--cards 1 --memory 24 --tokens_a_step 1024")
-    assert "\nhost memory: about 2 GiB; the optimizer is on the cards\n" in out
+    assert "\nhost memory: 2.1 GiB for all processes\n" in out
     assert "\ntokens per step: 1 row x 1,024 = 1,024\n" in out
 
 
@@ -146,7 +152,7 @@ def test_long_rows():
     ask = functools.partial(asked, LARGE, 2, 141)
     for tokens, more in ((131_072, set()), (262_144, {"optimizer_on_host"})):
         choice, fits = fit.best(search(long := ask(tokens, f"--seq_len {tokens}")), long)
-        assert fits and choice.way == fit.SPREAD and choice.tokens == tokens
+        assert fits and choice.way == "sequence_parallel" and choice.tokens == tokens
         assert choice.flags["sequence_parallel"] == 2 and more <= choice.flags.keys()
     assert not any("sequence_parallel" in c.flags for c in search(ask(65_536, "--seq_len 4096")))
     heads = fit.heads_of(config_of(LARGE, 8192))  # 32 and 8
@@ -166,33 +172,27 @@ def test_experts_are_spread_over_what_divides_them_and_the_cards():
         ask = asked(MIXTURE, 8, gb)
         choice, fits = fit.best(found := search(ask), ask)
         assert fits and choice.flags.get("expert_parallel") == spread
-        listed = re.search(r"\n  experts spread +(.*)", fit.report(found, ask))[1]
-        assert "experts over" in listed and ("chosen" in listed) == bool(spread)
+        listed = re.search(r"\n  expert_parallel +(.*)", fit.report(found, ask))[1]
+        assert "--expert_parallel" in listed and ("chosen" in listed) == bool(spread)
 
 
 def test_nothing_fits(capsys):
     err = printed(capsys, LARGE, "--cards 2 --memory 12 --tokens_a_step 65536", fits=False)
-    number = r"(\d+\.\d)"
-    said = re.fullmatch(
-        rf"error: nothing fits; nearest: micro 1, .*: {number} GiB a card, "
-        rf"where 11.4 may be used, and 95.7 GiB of host memory; what would help: cards of (\d+) "
-        rf"GiB or adapters over a base in 4 bits \(--lora_rank 16 --base_bits 4\) or (\d+) such "
-        rf"cards; {fit.NOT_SEARCHED}: see docs/zero.md\n", err,
-    )  # fmt: skip
-    needed, cards, more = map(float, said.groups())
+    said = re.match(
+        r"error: nothing fits; nearest: --micro_batch_size 1 .*: (\S+) GiB a card, where 11.4 may "
+        r"be used, and 95.7 GiB of host memory; what may help: cards of (\d+) GiB",
+        err,
+    )
+    needed, cards = map(float, said.groups())
     assert 12 < needed < 0.95 * cards < needed + 2
-    for ask in (asked(LARGE, 2, cards), asked(LARGE, int(more), 12)):
-        assert fit.best(search(ask), ask)[1]
-    words = "--cards 2 --memory 32 --tokens_a_step 65536 --host_memory 64"
-    err = printed(capsys, LARGE, words, fits=False)
-    assert "and 95.7 GiB of host memory, of 64; what would help: " in err
-    assert err.count("96 GiB of host memory") == 1
+    assert "--base_bits 4" in err and "docs/zero.md" in err
+    ask = asked(LARGE, 2, cards)
+    assert fit.best(search(ask), ask)[1]
     words = "--cards 1 --memory 104 --tokens_a_step 8192 --host_memory 8"
     err = printed(capsys, LARGE, words, fits=False)
-    assert "adapters only (--lora_rank 16)" in err
-    assert "AdamW's moments in bf16 (--optim_state bf16)" in err
+    assert "adapters (--lora_rank 16)" in err and "--optim_state bf16" in err
     out = printed(capsys, LARGE, f"{words} --optim_state bf16")
-    assert " --optim_state bf16" in out.splitlines()[0] and "moments bf16" in out
+    assert " --optim_state bf16" in out.splitlines()[0]
 
 
 def test_a_card_runs_what_it_can(capsys):
@@ -256,7 +256,7 @@ def rows_of(name):
 def looks_like(config) -> dict:
     """The flags of a run that are none of the defaults, as those of a Choice."""
     plain = vars(Settings(engine="", ranks=0)) | {"expert_parallel": None}
-    flags = {name: config[name] for name in fit.SHORT if name in config}
+    flags = {name: config[name] for name in fit.FLAGS if name in config}
     shown = ("micro_batch_size", "grad_accum_steps", "schedule")
     return {k: v for k, v in flags.items() if k in shown or v not in (plain.get(k), 0, 16)}
 
