@@ -412,8 +412,11 @@ def test_an_environment_that_an_import_refuses_is_one_line(command, name, record
 
 
 def test_only_what_a_message_names_or_quotes_is_blamed(monkeypatch):
-    monkeypatch.setattr(os, "environ", {"A_SIZE": "x", "N": "1", "_": "/bin/x", "NAME": "some"})
-    os.environ["QUIET"] = "false"
+    for name in [*os.environ]:
+        monkeypatch.delenv(name)
+    ours = {"A_SIZE": "x", "N": "1", "_": "/bin/x", "NAME": "some", "QUIET": "false"}
+    for name, value in ours.items():
+        monkeypatch.setenv(name, value)
     said = "invalid literal for int() with base 10: 'x'"
     assert fault_of_environment(ValueError(said)) == f"A_SIZE in the environment: {said}"
     assert fault_of_environment(RuntimeError("no interface: some")).startswith("NAME in")

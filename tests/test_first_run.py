@@ -15,10 +15,10 @@ FILES = [ROOT / f"data/first_run{part}.jsonl" for part in ("", ".heldout")]
 BEFORE = 6.08  # the held-out loss at which the first run ended on data/sft_en.jsonl
 
 
-def paste(said, name, folder):
-    """Run a command that a run has printed, in that folder; -> its output."""
+def paste(said, name, folder, more=""):
+    """Run a command that a run has printed, and more flags, in that folder; -> its output."""
     (line,) = re.findall(rf"^  {name}: +(.*)$", said, re.M)
-    line = line.replace(sys.executable, python())
+    line = line.replace(sys.executable, python()) + more
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     how = {"cwd": folder, "env": env, "capture_output": True, "text": True, "timeout": 240}
     done = subprocess.run(["bash", "-c", line], **how)
@@ -121,8 +121,10 @@ def test_a_first_run_begins_to_learn(tmp_path):
     """A short one, in a folder with a space in its name; the commands that it prints run there."""
     here = tmp_path / "a user"
     here.mkdir()
+    heldout = here / FILES[1].name
+    heldout.write_text("".join(FILES[1].read_text().splitlines(keepends=True)[:40]))
     done = run(["bash", LAUNCHERS["fsdp"]], cwd=here, PYTHON=sys.executable, OUTPUT_DIR="run",
-               MAX_STEPS="30", SAMPLE_TOKENS="0")  # fmt: skip
+               MAX_STEPS="30", SAMPLE_TOKENS="0", EVAL_JSON=str(heldout))  # fmt: skip
     _, after = evaluations(done, here)
     assert after["eval/loss"] <= BEFORE / 5
     assert re.search(r"^  chat: +.*llm_demo.chat run$", done.stdout, re.M)
@@ -132,8 +134,9 @@ def test_a_first_run_begins_to_learn(tmp_path):
     ((loss, share),) = re.findall(row, table)
     assert float(loss) == pytest.approx(after["eval/loss"], rel=0.1)  # of bf16 weights
     assert float(share) / 100 == pytest.approx(after["eval/exact"], abs=0.05)
-    more = paste(done.stdout, "continue", here)
-    assert "after step 30, checked" in more and "step 60/60" in more
+    assert "--max_steps 60" in done.stdout
+    more = paste(done.stdout, "continue", here, " --max_steps 32")
+    assert "after step 30, checked" in more and "step 32/32" in more
 
 
 def test_one_process_and_two_take_the_same_steps(tmp_path):
@@ -141,14 +144,14 @@ def test_one_process_and_two_take_the_same_steps(tmp_path):
     found = []
     for count in ("1", "2"):
         done = run(["bash", LAUNCHERS["fsdp"]], cwd=tmp_path, PYTHON=sys.executable,
-                   NPROC_PER_NODE=count, OUTPUT_DIR=count, MAX_STEPS="5", LOG_EVERY="1",
+                   NPROC_PER_NODE=count, OUTPUT_DIR=count, MAX_STEPS="3", LOG_EVERY="1",
                    EVAL_JSON="none", SAMPLE_TOKENS="0", SAVE="false",
                    WARMUP_STEPS="10")  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert f" x {count} data-parallel = 16 rows = 1,024 token slots a step" in done.stdout
-        assert "warning: --warmup_steps 10 is not shorter than the run of 5 steps" in done.stdout
+        assert "warning: --warmup_steps 10 is not shorter than the run of 3 steps" in done.stdout
         found.append([record["train/loss"] for record in logged(tmp_path / count)])
-    assert len(found[0]) == 5 and found[0] == pytest.approx(found[1], rel=1e-5)
+    assert len(found[0]) == 3 and found[0] == pytest.approx(found[1], rel=1e-5)
 
 
 def evaluations(done, folder):

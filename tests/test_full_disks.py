@@ -8,7 +8,9 @@ import os
 import resource
 import shutil
 import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ from test_runs import train  # noqa: F401
 
 from llm_demo.core.errors import UserError
 from llm_demo.machine.files import disk_full
-from llm_demo.run import lock, log, records, saver
+from llm_demo.run import lock, records, saver
 from llm_demo.run.export_run import export
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -86,19 +88,19 @@ def test_a_file_over_the_limit_is_called_that(tmp_path):
         assert f"File too large: {tmp_path}" in said or f"{WHOLE}: {tmp_path}" in said, name
 
 
-def test_a_full_disk_under_a_run_is_one_line(train, tmp_path):  # noqa: F811
+def test_a_full_disk_under_a_run_is_one_line(train, monkeypatch):  # noqa: F811
     """metrics.jsonl grows beyond the limit; --output_dir is named."""
-    begin = log.Log.open
+    nothing = lambda *_: None  # noqa: E731
+    writer = SimpleNamespace(add_scalar=nothing, add_text=nothing, flush=nothing, close=nothing)
 
-    def open_folder(self, step):
-        records = begin(self, step)
+    def open_writer(_):  # as the run's folder is opened
         resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
-        return records
+        return writer
 
-    with limit(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(log.Log, "open", open_folder)
-        with pytest.raises(UserError, match="--output_dir out: File too large: out"):
-            train("fsdp", "--max_steps 40 --save false")
+    tensorboard = SimpleNamespace(SummaryWriter=open_writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
+    with limit(), pytest.raises(UserError, match="--output_dir out: File too large: out"):
+        train("fsdp", "--max_steps 40 --save false --report_to tensorboard")
 
 
 def test_an_export_to_a_full_disk(tmp_path):
