@@ -6,13 +6,12 @@ import functools
 import itertools
 import json
 import re
-import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, ZERO, args_with, run
+from conftest import ROOT, args_with
 from test_attention import MI100, MI210, MI300, latent
 from test_fsdp_pp import most_held
 from transformers import LlamaConfig, Qwen2MoeConfig, Qwen3MoeConfig
@@ -116,32 +115,28 @@ def test_every_measured_row_is_within_the_floors():
     assert len(errors) >= 330 and np.mean(np.array(errors) <= 0.15) >= 0.9
 
 
-def test_host_memory_is_within_a_tenth():
-    count = 0
+def test_host_memory_and_attention_kept_are_as_measured():
+    """Host memory within a tenth; as many blocks keep their attention as was recorded."""
+    offloaded = kept = 0
     for result in measured():
-        if not re.search("on_host|offload", result["row"]["flags"]):
+        row, recorded = result["row"], result["config"].get("attention_kept")
+        on_host = re.search("on_host|offload", row["flags"])
+        if not (on_host or recorded):
             continue
-        sizes = sizes_of(config_of(result["row"]["model"], result["row"]["seq_len"]))
-        expected = sum(peak.host for peak in peaks(sizes, settings_of_row(result)))
-        assert expected == pytest.approx(sum(result["summary"]["peak_host_gb"]), rel=0.1)
-        count += 1
-    assert count > 20
-
-
-def test_attention_is_kept_as_in_measured_rows():
-    count = 0
-    for result in measured():
-        recorded = result["config"].get("attention_kept")
-        if not recorded:
-            continue
-        settings = dataclasses.replace(settings_of_row(result), attention_kept=0)
-        sizes = sizes_of(config_of(result["row"]["model"], result["row"]["seq_len"]))
-        limit = result["config"]["device_memory_gb"]
-        card = 139.8 if "H200" in result["env"]["device"] else 79.2
-        capacity = limit + memory.CONTEXT_GB if limit else card
-        assert memory.attention_kept(sizes, settings, 1 << 17, capacity)[0] == recorded
-        count += 1
-    assert count > 8
+        sizes = sizes_of(config_of(row["model"], row["seq_len"]))
+        settings = settings_of_row(result)
+        if on_host:
+            expected = sum(peak.host for peak in peaks(sizes, settings))
+            assert expected == pytest.approx(sum(result["summary"]["peak_host_gb"]), rel=0.1)
+            offloaded += 1
+        if recorded:
+            limit = result["config"]["device_memory_gb"]
+            card = 139.8 if "H200" in result["env"]["device"] else 79.2
+            capacity = limit + memory.CONTEXT_GB if limit else card
+            settings = dataclasses.replace(settings, attention_kept=0)
+            assert memory.attention_kept(sizes, settings, 1 << 17, capacity)[0] == recorded
+            kept += 1
+    assert offloaded > 20 and kept > 8
 
 
 # ---------------------------------------------------------------- terms, by hand
@@ -162,26 +157,6 @@ def parts_of(engine="fsdp", sizes=SIZES, **given):
     return {name: gb * GB for name, gb in peak.parts.items()}
 
 
-def test_fsdp_holds_a_share_of_masters_and_moments():
-    ends = 2 * END
-    long = {"micro_batch_size": 64}  # so that activations decide
-    for given, weights, gradients in (
-        ({}, TOTAL / 2 * 4 + (TOTAL + END) * 2, 0),
-        ({"grad_accum_steps": 2}, TOTAL / 2 * 4 + (TOTAL + END) * 2, TOTAL * 4),
-        ({"ranks": 1, "sharded": False}, TOTAL * 4, 0),
-        ({"optimizer_on_host": True}, TOTAL / 2 * 2 + (TOTAL + END) * 2, TOTAL / 2 * 4),
-    ):
-        parts = parts_of(**given, **long)
-        assert parts["weights"] == pytest.approx(weights)
-        assert parts["gradients"] == pytest.approx(gradients)
-        if "optimizer_on_host" not in given:
-            assert parts["optimizer"] == pytest.approx(TOTAL * 8 / given.get("ranks", 2))
-    block = SIZES.blocks[0].parameters
-    parts = parts_of(reshard_after_forward=True, grad_accum_steps=2, **long)
-    assert parts["weights"] == pytest.approx(TOTAL * 2 + (ends + END + 2 * block) * 2)
-    assert parts["gradients"] == pytest.approx(TOTAL * 2)
-
-
 def test_moments_in_bf16_take_half():
     for engine, more in (("fsdp", {}), ("fsdp_pp", {"stages": 2, "counts": (18, 18)})):
         wide, low = (parts_of(engine, optim_state=kind, **more) for kind in ("fp32", "bf16"))
@@ -191,11 +166,6 @@ def test_moments_in_bf16_take_half():
         settings = Settings(engine="fsdp", ranks=2, optimizer_on_host=True, optim_state=kind)
         hosts.append((peaks(SIZES, settings)[0].host - PROCESS) * GB)
     assert hosts == pytest.approx([TOTAL / 2 * 12, TOTAL / 2 * 8])
-
-
-def test_errors_of_powersgd_are_counted():
-    plain, more = (parts_of(psgd_rank=rank)["optimizer"] for rank in (0, 32))
-    assert more - plain == pytest.approx(4 * TOTAL / 2 + 8 * END / 2)
 
 
 def test_constants_are_those_of_the_modules_that_they_describe():
@@ -236,19 +206,6 @@ def test_replicas_of_a_pipeline_share_masters_and_moments():
             # bf16 weights here and fp32 ones shared, two fp32 moments shared, fp32 sums here
             assert each == pytest.approx([2 + 4 / replicas, 8 / replicas, 4])
             assert peak.copies * GB == pytest.approx(12 * params / replicas)
-
-
-def test_zero_shards_more_with_each_stage():
-    kept, hosts = {}, {}
-    for name, (_, file) in ZERO.items():
-        settings = Settings(engine="zero", ranks=2, micro_batch_size=4, zero=switches_of(file))
-        peak = peaks(SIZES, settings)[0]
-        kept[name], hosts[name] = peak.total, peak.host
-        if "offload" not in name:
-            assert peak.parts["optimizer"] * GB == pytest.approx(4 * TOTAL)
-    assert kept["zero1"] > kept["zero2"] > kept["zero3"] > kept["zero3_offload"]
-    assert kept["zero2"] > kept["zero2_offload"] > kept["zero3_offload"]
-    assert [hosts[name] for name in ("zero1", "zero2", "zero3")] == [0, 0, 0]
 
 
 def test_shares_of_rows_and_matrices_and_experts():
@@ -415,15 +372,6 @@ def test_fused_attention_does_not_depend_on_varlen_attn(dtype, monkeypatch):
 
 
 # ---------------------------------------------------------------- what is printed and checked
-
-
-def test_the_flag_prints_and_makes_nothing(tmp_path):
-    flags = ["--estimate", "--output_dir", tmp_path / "run", "--seq_len", "64"]
-    flags += ["--device_memory_gb", "1"]  # also without a GPU
-    done = run(["bash", ROOT / "pp/launch_pp.sh", *flags], PYTHON=sys.executable)
-    assert done.returncode == 0, done.stderr
-    assert "estimated peak memory" in done.stdout and "total" in done.stdout
-    assert "step " not in done.stdout and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("free, more, said", [
