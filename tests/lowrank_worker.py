@@ -16,8 +16,9 @@ from llm_demo.core.optim import FACTOR
 
 SHAPES = {"a": (40, 30), "b": (40, 30), "wide": (24, 64), "bias": (30,), "small": (4, 5)}
 R = 3
-# so that matrices of one shape are in several groups, and sums in several buckets
-lowrank.TOGETHER, lowrank.BUCKET = 1300, 50
+if __name__ == "__main__":
+    # so that matrices of one shape are in several groups, and sums in several buckets
+    lowrank.TOGETHER, lowrank.BUCKET = 1300, 50
 
 
 def gradient(name: str, step: int) -> torch.Tensor:

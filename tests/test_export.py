@@ -337,6 +337,7 @@ import time, torch
 from pathlib import Path
 from types import SimpleNamespace
 from llm_demo.machine import dist
+from llm_demo.run import export_run
 from llm_demo.run import job as run
 
 def export(checkpoint, out, dtype):
@@ -346,7 +347,7 @@ def export(checkpoint, out, dtype):
 def main():
     world = dist.start()
     log = SimpleNamespace(folder=Path("nowhere"), say=lambda text: print(f"{world.rank} {text}"))
-    run.export = export
+    export_run.export = export
     job = SimpleNamespace(args=SimpleNamespace(export="bf16"), world=world, log=log)
     run.export_last(job, Path("step_00000001"))
     total = torch.ones(1)

@@ -433,7 +433,7 @@ def test_the_masters_of_a_file_are_not_held_at_once(tmp_path, monkeypatch):
     """At most READ bytes of them, or one fused tensor. Those read before are freed."""
     shapes = {n: tuple(p.shape) for n, p in random_model("qwen3")[0].named_parameters()}
     sizes = [4 * math.prod(shape) for shape in shapes.values()]
-    monkeypatch.setattr(export_files, "READ", 4096)
+    monkeypatch.setattr(export_files, "READ_AT_ONCE", 4096)
     held, earlier = [], []
 
     def read(tensors):

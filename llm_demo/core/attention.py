@@ -205,7 +205,11 @@ def of_stream(backend):
     def padded(q, k, v, documents, scaling):
         (B, _, S, D), E = q.shape, v.shape[-1]
         lacks = {D: max(0, E - D), E: max(0, D - E)}  # padding by 0 would copy
-        q, k, v = (F.pad(x, (0, n)) if (n := lacks[x.shape[-1]]) else x for x in (q, k, v))
+        lengthened = []
+        for x in (q, k, v):
+            n = lacks[x.shape[-1]]
+            lengthened.append(F.pad(x, (0, n)) if n else x)
+        q, k, v = lengthened
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
         out = backend(q, k, v, documents, scaling).unflatten(0, (B, S))
         return out[..., :E] if E < D else out

@@ -26,9 +26,13 @@ from llm_demo.core.mesh import exchange_rows, known
 from llm_demo.core.rows import WHOLE_ROWS, Batch, Slice, to_device
 
 
-class Decays(nn.ModuleList):
+class Decays(nn.Module):
     """The layers of a decoder with a delta rule, which also stay where they are: a unit of what
     their decay depends on, whose weights are fp32 in every compute dtype. It is used as Routers."""
+
+    def __init__(self, layers: list[nn.Module]):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)  # FSDP2 shards no plain list
 
     def forward(self) -> None:
         pass
