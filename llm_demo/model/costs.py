@@ -254,7 +254,7 @@ def latent(config) -> bool:
 
 
 def param_count(model: nn.Module) -> int:
-    return sum(math.prod(p.shape) for p in {id(p): p for p in model.parameters()}.values())
+    return sum(p.numel() for p in model.parameters())
 
 
 def heads_of(config) -> Heads:
