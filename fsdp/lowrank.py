@@ -21,7 +21,7 @@ from llm_demo.core.optim import ERROR, FACTOR
 from llm_demo.run.plan import Horizon
 
 TOGETHER = 1 << 27  # elements of the matrices of one shape that are multiplied at a time
-BUCKET = 1 << 26  # elements summed over replicas at a time
+SUMMED_AT_ONCE = 1 << 26  # elements summed over replicas at a time
 
 
 class Group:
@@ -41,7 +41,7 @@ class Group:
         """members: numbers of parameters. names: of all parameters."""
         (n, m), self.members = shape, members
         self.error = torch.zeros(len(members), n, m, device=device, dtype=dtype)
-        factors = torch.stack([_random(m, rank, names[i]) for i in members])
+        factors = torch.stack([_random_factor(m, rank, names[i]) for i in members])
         factors = factors.to(device=device, dtype=dtype)
         self.start = nn.functional.normalize(factors, dim=1)
         self.factor = self.start.clone()
@@ -135,7 +135,7 @@ class LowRank:
         bucket, size = [], 0
         for i, t in enumerate(tensors):
             bucket, size = [*bucket, t], size + t.numel()
-            if size >= BUCKET or i == len(tensors) - 1:
+            if size >= SUMMED_AT_ONCE or i == len(tensors) - 1:
                 flat = torch.cat([t.reshape(-1) for t in bucket])
                 dist.all_reduce(flat, group=self.group)
                 parts = flat.split([t.numel() for t in bucket])
@@ -225,6 +225,6 @@ def _all_finite(tensors: list[torch.Tensor]):
     return torch.stack([t.isfinite().all() for t in tensors]).all() if tensors else True
 
 
-def _random(m: int, rank: int, name: str) -> torch.Tensor:
+def _random_factor(m: int, rank: int, name: str) -> torch.Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.randn(m, rank, generator=generator)

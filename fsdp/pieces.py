@@ -22,7 +22,7 @@ def use_pieces(unit: Blocks) -> None:
         frozen = any(not p.requires_grad for p in network.parameters())
         if frozen and not hasattr(network, "experts"):
             network.__class__ = in_pieces(type(network))
-            network.again = unit.told, unit.dropout
+            network.again = unit.list_results_to_keep, unit.dropout
 
 
 @functools.cache

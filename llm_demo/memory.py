@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llm_demo.core.attention import BUCKET
+from llm_demo.core.attention import PADDED_TO
 from llm_demo.core.errors import UserError
 from llm_demo.core.loss import CHUNK_ROWS, SLIM
 from llm_demo.core.mesh import World
@@ -139,7 +139,7 @@ def keys_kept(compute, train) -> float:
     if fused:
         return 0
     lengths = train.documents.lengths
-    padded = np.minimum(-(-lengths // BUCKET) * BUCKET, train.seq_len)
+    padded = np.minimum(-(-lengths // PADDED_TO) * PADDED_TO, train.seq_len)
     return float((padded**2).sum() / lengths.sum())
 
 

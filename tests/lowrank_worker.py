@@ -18,7 +18,7 @@ SHAPES = {"a": (40, 30), "b": (40, 30), "wide": (24, 64), "bias": (30,), "small"
 R = 3
 if __name__ == "__main__":
     # so that matrices of one shape are in several groups, and sums in several buckets
-    lowrank.TOGETHER, lowrank.BUCKET = 1300, 50
+    lowrank.TOGETHER, lowrank.SUMMED_AT_ONCE = 1300, 50
 
 
 def gradient(name: str, step: int) -> torch.Tensor:

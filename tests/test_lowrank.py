@@ -62,7 +62,7 @@ def textbook(steps, begin=0, shards=(0, 1), state=False):
     shard's rows, of how many). state: yield (sums, errors, factors)."""
     which, shards = shards
     errors = {name: 0 for name in ("a", "b", "wide")}
-    factors = {n: lowrank._random(SHAPES[n][1], R, n).double() for n in ("a", "b", "wide")}
+    factors = {n: lowrank._random_factor(SHAPES[n][1], R, n).double() for n in ("a", "b", "wide")}
     for step in range(begin, steps):
         sums = []
         for name in SHAPES:

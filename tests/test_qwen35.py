@@ -175,7 +175,7 @@ class StandIn(torch.autograd.Function):
 @pytest.mark.parametrize("rule", DELTA_KERNELS)
 def test_the_operator_around_a_kernel(rule, monkeypatch):
     """Results and gradients are PyTorch's, documents apart, and the compiler sees the same."""
-    monkeypatch.setattr(delta_kernels, "_kernel", StandIn.apply)
+    monkeypatch.setattr(delta_kernels, "_run_kernel", StandIn.apply)
     assert probes.delta(rule, "fp32", "2", "4", "8", "16", device="cpu") is None
     cu = torch.tensor([0, 5, 12, 12], dtype=torch.int32)
     tensors = [torch.rand(1, 12, *s) for s in ((2, 8), (2, 8), (4, 16), (4,), (4,))]

@@ -26,7 +26,7 @@ from llm_demo.core.errors import UserError
 from llm_demo.core.rows import WHOLE_ROWS, document_of, to_device
 
 LONG = 4096  # tokens; with shorter documents, padding and more calls cost more than cuDNN saves
-BUCKET = 64  # documents are padded to a multiple of this; 128 was slower on an H200
+PADDED_TO = 64  # documents are padded to a multiple of this; 128 was slower on an H200
 
 
 class Buckets(NamedTuple):
@@ -110,7 +110,7 @@ def _bound(longest: int, seq_len: int) -> int:
 def _make_buckets(lengths: list[int], seq_len: int, device) -> Buckets:
     by_length, start = {}, 0
     for n in lengths:
-        padded = min(-(-n // BUCKET) * BUCKET, seq_len)
+        padded = min(-(-n // PADDED_TO) * PADDED_TO, seq_len)
         by_length.setdefault(padded, []).append((start, n))
         start += n
     shapes, gather, padding = [], [], []

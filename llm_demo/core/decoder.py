@@ -79,6 +79,7 @@ def skeleton(config, attn_impl: str, weights=None, product: str = "looped") -> P
 
 
 CHOICE = torch.ops.aten.topk.default  # of a token's experts
+OWN_AUTOGRAD = ("recipe", "cut")  # attributes of modules that run autograd functions of their own
 
 
 class Blocks(nn.Module):
@@ -93,10 +94,11 @@ class Blocks(nn.Module):
         self.blocks, self.checkpointing = nn.ModuleList(blocks), checkpointing
         self.kept = kept or []
         self.dropout = any(getattr(m, "dropout", 0) for m in self.modules())  # only of adapters
-        # with autograd functions of ours: PyTorch 2.11 keeps what they return in compiled blocks,
-        # unless it is told which operators' results to keep
-        ours = "recipe", "cut"
-        self.told = any(getattr(m, name, None) for m in self.modules() for name in ours)
+        # PyTorch 2.11 keeps what these modules' autograd functions return in compiled blocks,
+        # unless it has a list of the operators whose results it shall keep
+        self.list_results_to_keep = any(
+            getattr(module, name, None) for module in self.modules() for name in OWN_AUTOGRAD
+        )
 
     def forward(self, hidden, position_embeddings, position_ids, documents):
         """hidden [B, S, d] -> the same shape. position_embeddings: of rotary_tables."""
@@ -111,16 +113,24 @@ class Blocks(nn.Module):
                 inputs["position_embeddings"] = position_embeddings[block.kind]
             if self.checkpointing and torch.is_grad_enabled():
                 # the same experts again, even if two are equal
-                kept = [*self.kept, *[CHOICE] * hasattr(block.mlp, "experts")]
-                hidden = recomputed(block, hidden, self.told, self.dropout, kept, **inputs)
+                kept = list(self.kept)
+                if hasattr(block.mlp, "experts"):
+                    kept.append(CHOICE)
+                hidden = recomputed(
+                    block, hidden, self.list_results_to_keep, self.dropout, kept, **inputs
+                )
             else:
                 hidden = block(hidden, **inputs)
         return hidden
 
 
-def recomputed(part: Callable, hidden, told: bool, dropout: bool, kept=(), **inputs):
-    """Run a part whose activations the backward recomputes. told, dropout, kept: as of Blocks."""
-    if told and torch.compiler.is_compiling():
+def recomputed(
+    part: Callable, hidden, list_results_to_keep: bool, dropout: bool, kept=(), **inputs
+):
+    """Run a part whose activations the backward recomputes.
+
+    list_results_to_keep, dropout, kept: as of Blocks."""
+    if list_results_to_keep and torch.compiler.is_compiling():
         kept = [*kept, CHOICE]
     options = {"use_reentrant": False, "preserve_rng_state": dropout}
     if kept:
@@ -153,10 +163,13 @@ class Tail(nn.Module):
     """Last norm, head and loss: one module, because the head's weight is gathered only in the
     forward of the module that it is sharded with."""
 
-    def __init__(self, norm: nn.Module, lm_head: nn.Module, compiled: bool, **how):
-        """how: slim and in_place of cross_entropy_sum."""
+    def __init__(
+        self, norm: nn.Module, lm_head: nn.Module, compiled: bool, slim: bool, in_place: bool
+    ):
+        """compiled, slim, in_place: as of cross_entropy_sum."""
         super().__init__()
-        self.norm, self.lm_head, self.compiled, self.how = norm, lm_head, compiled, how
+        self.norm, self.lm_head = norm, lm_head
+        self.compiled, self.slim, self.in_place = compiled, slim, in_place
         self.group = None  # of ranks with slices of the same rows
 
     def forward(self, hidden, index, targets=None, answers=None):
@@ -165,7 +178,15 @@ class Tail(nn.Module):
             return next_tokens(hidden, weight, index)
         if answers is not None:
             return score(hidden, weight, index, targets, answers, self.compiled, self.group)
-        return cross_entropy_sum(hidden, weight, index, targets, self.compiled, **self.how)
+        return cross_entropy_sum(
+            hidden,
+            weight,
+            index,
+            targets,
+            compiled=self.compiled,
+            slim=self.slim,
+            in_place=self.in_place,
+        )
 
 
 class DecoderLoss(nn.Module):
@@ -185,8 +206,10 @@ class DecoderLoss(nn.Module):
         super().__init__()
         self.embed_tokens = lm.model.embed_tokens if first else None
         self.units = nn.ModuleList(units)
-        how = {"slim": slim, "in_place": slim and not any(unit.checkpointing for unit in units)}
-        self.tail = Tail(lm.model.norm, lm.lm_head, compiled, **how) if last else None
+        self.tail = None
+        if last:
+            in_place = slim and not any(unit.checkpointing for unit in units)
+            self.tail = Tail(lm.model.norm, lm.lm_head, compiled, slim=slim, in_place=in_place)
         self.rotary = lm.model.rotary_emb
         self.on_host = None  # or where inputs of units are kept, see activations_on_host.py
         with_experts, with_rule = blocks_with_experts(self), delta_layers(self)
@@ -323,7 +346,7 @@ def fill(
     for path, owner in module.named_modules(prefix=name):
         random, start = {}, getattr(owner, "start", None)  # only adapters have one
         if weights is None:
-            random = _random(model, owner, f"{seed}:{path}")
+            random = _random_weights(model, owner, f"{seed}:{path}")
         if start:
             random |= start(f"{seed}:{path}")
         stored = getattr(getattr(owner, "recipe", None), "stored", None)
@@ -365,7 +388,9 @@ def refuse_non_finite(values: torch.Tensor, folder: Path, name: str) -> None:
         raise UserError(f"{folder}: {name} is not finite (NaN or infinity): give another copy")
 
 
-def _random(model: PreTrainedModel, module: nn.Module, seed: str) -> dict[str, torch.Tensor]:
+def _random_weights(
+    model: PreTrainedModel, module: nn.Module, seed: str
+) -> dict[str, torch.Tensor]:
     """Random unsharded values for a module's own parameters, not its submodules'."""
     params = dict(module.named_parameters(recurse=False))
     if not params:

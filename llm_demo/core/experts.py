@@ -45,7 +45,7 @@ class Routers(nn.Module):
                 # a method: the compiler would see a new function in each block otherwise
                 router.forward = types.MethodType(_choose, router)
             router.register_forward_pre_hook(_in_fp32)
-            router.register_forward_hook(_count)
+            router.register_forward_hook(_count_choices)
 
     def forward(self) -> None:
         pass
@@ -147,7 +147,7 @@ def _in_fp32(router, args):
     return (args[0].float(),)
 
 
-def _count(router, args, outputs):
+def _count_choices(router, args, outputs):
     """Count the choices. outputs: logits and weights, and the experts of each token [T, k]."""
     if torch.is_grad_enabled() or router.mass is not None:
         index = outputs[2]
@@ -173,9 +173,9 @@ class _Push(torch.autograd.Function):
 
 def sorted_experts(product, self, hidden, index, weights):
     """Hugging Face's signature for experts: hidden [T, d], the k experts of each token [T, k] and
-    their weights [T, k] -> [T, d]. product: of the rows of each expert with its matrix. If there
-    are fewer experts here than the model has, an index of their number stands for all others, which
-    add nothing."""
+    their weights [T, k] -> [T, d]. product: of the rows of each expert with its matrix. If only
+    n of the model's experts are here, index n says that the expert is on another rank: it
+    contributes zero here."""
     n, k, dtype = len(self.gate_up_proj), index.shape[1], hidden.dtype
     ordered, order = index.flatten().sort(stable=True)
     places = torch.arange(len(order), device=order.device)
@@ -190,12 +190,12 @@ def sorted_experts(product, self, hidden, index, weights):
         torch._check(1 <= rows)  # for the compiler
         torch._check(rows <= len(order))
         order, inverse = order[:rows], inverse.where(here, 0)
-    x = _Rearrange.apply(hidden, order, inverse, here, k, True)
+    x = _RearrangeRows.apply(hidden, order, inverse, here, k, True)
     gate, up = _multiply(product, self, "gate_up_proj", x, ends).chunk(2, -1)
-    of_rows = _Rearrange.apply(weights.reshape(-1, 1), order, inverse, here, 1, True)
+    of_rows = _RearrangeRows.apply(weights.reshape(-1, 1), order, inverse, here, 1, True)
     inner = (self.act_fn(gate) * up * of_rows).to(dtype)
     added = _multiply(product, self, "down_proj", inner, ends)
-    return _Rearrange.apply(added, order, inverse, here, k, False)
+    return _RearrangeRows.apply(added, order, inverse, here, k, False)
 
 
 def _multiply(product, self, kind, x, ends):
@@ -210,7 +210,7 @@ def _multiply(product, self, kind, x, ends):
     return y + product(product(x, a.mT, ends) * self.lora_scale, b.mT, ends)
 
 
-class _Rearrange(torch.autograd.Function):
+class _RearrangeRows(torch.autograd.Function):
     """Copy tokens to the k rows of their experts, or sum these rows into tokens: each is the
     other's backward. order: of the T k rows, by expert; inverse: where each row of a token went;
     here: whether it went to an expert on this rank, else it is undefined; None: all did."""
@@ -219,11 +219,11 @@ class _Rearrange(torch.autograd.Function):
     def forward(ctx, x, order, inverse, here, k, into_rows):
         ctx.save_for_backward(order, inverse, here)
         ctx.k, ctx.into_rows = k, into_rows
-        return _Rearrange.move(x, order, inverse, here, k, into_rows)
+        return _RearrangeRows.move(x, order, inverse, here, k, into_rows)
 
     @staticmethod
     def backward(ctx, grad):
-        moved = _Rearrange.move(grad, *ctx.saved_tensors, ctx.k, not ctx.into_rows)
+        moved = _RearrangeRows.move(grad, *ctx.saved_tensors, ctx.k, not ctx.into_rows)
         return moved, *(None,) * 5
 
     @staticmethod

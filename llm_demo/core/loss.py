@@ -168,10 +168,10 @@ def _add_product(total, p, h):
     if not _fp32_products(h.device.type):
         product = torch.addmm(h[0], p.T, h, beta=0, alpha=alpha)
         return product.float() if total is None else total.add_(product)
-    how = {"out_dtype": torch.float32, "beta": int(total is not None), "alpha": alpha}
+    beta = int(total is not None)
     if total is None:
         total = torch.empty(p.shape[1], h.shape[1], dtype=torch.float32, device=h.device)
-    return torch.addmm(total, p.T, h, out=total, **how)
+    return torch.addmm(total, p.T, h, out_dtype=torch.float32, beta=beta, alpha=alpha, out=total)
 
 
 def _times(h, factor):

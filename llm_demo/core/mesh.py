@@ -43,8 +43,10 @@ def make_part_mesh(world: World, n: int, stages: int = 1) -> DeviceMesh:
     """A mesh of all ranks of this rank's stage, n parts x shards of each part. n consecutive ranks
     have all parts. Collective: every rank makes the meshes of all stages."""
     ranks = torch.arange(world.size).view(stages, -1, n)
-    how = {"mesh_dim_names": (SPLIT, SHARD)}
-    meshes = [DeviceMesh(world.device.type, of_stage.T, **how) for of_stage in ranks]
+    meshes = [
+        DeviceMesh(world.device.type, of_stage.T, mesh_dim_names=(SPLIT, SHARD))
+        for of_stage in ranks
+    ]
     for mesh in meshes:
         on_device(mesh, "cpu")  # for checkpoints
     return meshes[world.rank * stages // world.size]
@@ -105,8 +107,8 @@ def _(x, group, size):
 
 @torch.library.custom_op("llm_demo::exchange_rows", mutates_args=())
 def exchange_rows(x: torch.Tensor, group: str) -> torch.Tensor:
-    """x [size T, ...] -> the same shape: part i comes from rank i, which had it for this rank. Done
-    twice it is undone, so it is its own backward.
+    """x [size T, ...] -> the same shape: part i comes from rank i, which had it for this rank.
+    It is its own inverse, so also its own backward.
 
     All ranks of a group run the same compiled graph, so their exchanges match in order."""
     x = x.contiguous()

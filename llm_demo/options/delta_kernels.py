@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-def _kernel(kda: bool, q, k, v, g, beta, cu_seqlens, boundaries) -> Tensor:
+def _run_kernel(kda: bool, q, k, v, g, beta, cu_seqlens, boundaries) -> Tensor:
     """As _by_kernel. Nothing but the kernel's autograd function: what else PyTorch computes within
     an operator has no gradient."""
     if kda:
@@ -48,7 +48,7 @@ def _by_kernel(
     forward again."""
     if kda:
         g = of_channels(g, q)
-    return _kernel(kda, q, k, v, g, beta, cu_seqlens, boundaries)
+    return _run_kernel(kda, q, k, v, g, beta, cu_seqlens, boundaries)
 
 
 @_by_kernel.register_fake
@@ -57,7 +57,7 @@ def _(kda, q, k, v, *rest):
 
 
 @torch.library.custom_op("llm_demo::delta_rule_backward", mutates_args=())
-def _backward(
+def _kernel_backward(
     kda: bool,
     up: Tensor,
     q: Tensor,
@@ -72,28 +72,28 @@ def _backward(
         g = of_channels(g, q)
     leaves = [t.detach().requires_grad_() for t in (q, k, v, g, beta)]
     with torch.enable_grad():
-        out = _kernel(kda, *leaves, cu_seqlens, boundaries)
+        out = _run_kernel(kda, *leaves, cu_seqlens, boundaries)
     dq, dk, dv, dg, dbeta = torch.autograd.grad(out, leaves, up)
     if kda:
         dg = dg.sum(-1)
     return dq, dk, dv, dg, dbeta
 
 
-@_backward.register_fake
+@_kernel_backward.register_fake
 def _(kda, up, *rest):
     return tuple(t.new_empty(t.shape) for t in rest[:5])
 
 
-def _keep(ctx, inputs, output):
+def _keep_kernel_inputs(ctx, inputs, output):
     ctx.kda, *tensors = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _differentiate(ctx, up):
-    return None, *_backward(ctx.kda, up.contiguous(), *ctx.saved_tensors), None, None
+def _differentiate_kernel(ctx, up):
+    return None, *_kernel_backward(ctx.kda, up.contiguous(), *ctx.saved_tensors), None, None
 
 
-_by_kernel.register_autograd(_differentiate, setup_context=_keep)
+_by_kernel.register_autograd(_differentiate_kernel, setup_context=_keep_kernel_inputs)
 
 
 def by_kernel(kda: bool, q, k, v, g, beta, documents) -> Tensor:

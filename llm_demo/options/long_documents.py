@@ -58,7 +58,8 @@ def attend_documents(
         at, qkv = part.tokens, [x[part.tokens] for x in (q, k, v)]
         if part.padded:
             one, its_sums = forward_of_one(*(_pad(x, part) for x in qkv), scale)
-            out[at], sums[:, at] = _cut(one, part), its_sums.view(len(sums), -1)[:, : part.longest]
+            out[at] = _without_padding(one, part)
+            sums[:, at] = its_sums.view(len(sums), -1)[:, : part.longest]
         else:
             cu = _boundaries_of(part, cu_seqlens)
             out[at], sums[:, at] = forward_of_short(*qkv, cu, part.longest, scale)
@@ -71,7 +72,7 @@ def _empty(q, k, v, cu_seqlens, boundaries, long, scale):
 
 
 @torch.library.custom_op("llm_demo::attend_documents_backward", mutates_args=())
-def _backward(
+def _attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor,
     cu_seqlens: Tensor, boundaries: Tensor, long: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -82,7 +83,7 @@ def _backward(
         if part.padded:
             its_sums = F.pad(its_sums, (0, part.padded - part.longest))
             found = backward_of_one(*(_pad(x, part) for x in tensors), its_sums, scale)
-            found = [_cut(x, part) for x in found]
+            found = [_without_padding(x, part) for x in found]
         else:
             cu = _boundaries_of(part, cu_seqlens)
             found = backward_of_short(*tensors, its_sums.contiguous(), cu, part.longest, scale)
@@ -91,22 +92,22 @@ def _backward(
     return grads
 
 
-@_backward.register_fake
+@_attention_backward.register_fake
 def _(grad, q, k, v, *args):
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
-def _keep(ctx, inputs, output):
+def _keep_attention_inputs(ctx, inputs, output):
     q, k, v, cu_seqlens, boundaries, ctx.long, ctx.scale = inputs
     ctx.save_for_backward(q, k, v, *output, cu_seqlens, boundaries)
 
 
-def _differentiate(ctx, grad, _):
-    grads = _backward(grad.contiguous(), *ctx.saved_tensors, ctx.long, ctx.scale)
+def _differentiate_attention(ctx, grad, _):
+    grads = _attention_backward(grad.contiguous(), *ctx.saved_tensors, ctx.long, ctx.scale)
     return (*grads, None, None, None, None)
 
 
-attend_documents.register_autograd(_differentiate, setup_context=_keep)
+attend_documents.register_autograd(_differentiate_attention, setup_context=_keep_attention_inputs)
 
 
 def _boundaries_of(part: _Part, cu_seqlens: Tensor) -> Tensor:
@@ -121,7 +122,7 @@ def _pad(x: Tensor, part: _Part) -> Tensor:
     return x.transpose(0, 1)[None]
 
 
-def _cut(x: Tensor, part: _Part) -> Tensor:
+def _without_padding(x: Tensor, part: _Part) -> Tensor:
     return x[0].transpose(0, 1)[: part.longest]
 
 

@@ -41,14 +41,14 @@ def keep_share(model: PreTrainedModel, grid: DeviceMesh) -> None:
             continue
         for kind, layer in module.named_children():
             if kind in CUT:
-                _cut(layer, CUT[kind], grid, f"{name}.{kind}")
+                _cut_layer(layer, CUT[kind], grid, f"{name}.{kind}")
             elif isinstance(layer, nn.Linear) and kind not in WHOLE:
                 raise UserError(f"--tensor_parallel: a layer named {kind} is not supported")
         module.spread_over = known(grid.get_group(0)), grid.size(0)
         module.forward = types.MethodType(_of_slices, module)
 
 
-def _cut(layer: nn.Linear, dim: int, grid: DeviceMesh, name: str) -> None:
+def _cut_layer(layer: nn.Linear, dim: int, grid: DeviceMesh, name: str) -> None:
     """Leave this rank's share of a linear layer, and of its adapter if it has one."""
     n, width = grid.size(0), layer.weight.shape[dim]
     if width % n:
