@@ -74,33 +74,6 @@ def test_smoke_then_resume(call, empty, tmp_path):
         call(bench.main, "--preset", "smoke")
 
 
-def test_host_memory_is_a_column_where_an_optimizer_is_on_the_host(empty, tmp_path):
-    results = store.read(ROOT / "bench/results/h200/one_gpu")[:1]
-    for flags in ("", "--optimizer_on_host", "--deepspeed_config zero/ds_zero3_offload.json"):
-        results[0]["row"]["flags"] = flags
-        results[0]["summary"]["peak_host_gb"] = [1.25, 2.5]
-        store.write("x", results[0])
-        head, _, *lines = table.table("x").splitlines()
-        assert head.endswith("host_mem(G) |") == bool(flags)
-        assert all(line.endswith("| 3.8 |") == bool(flags) for line in lines)
-        (tmp_path / "x.jsonl").unlink()
-
-
-def test_a_table_that_compares_each_model_with_its_first_row(empty):
-    (result,) = store.read(ROOT / "bench/results/h200/one_gpu")[:1]
-    for model, flags, speed, peaks, status in (
-        ("a", "", 2000, [8.0, 4.0], "ok"), ("a", "--deepspeed_config f/y.json", 500, [2], "ok"),
-        ("b", "", 100, [3.0], "ok"), ("b", "--deepspeed_config f/y.json", 1, [1], "timeout"),
-    ):  # fmt: skip
-        result["row"] |= {"model": f"models/{model}", "flags": flags, "engine": "zero"}
-        result["summary"] |= {"median_slots_per_s": speed, "peak_mem_gb": peaks}
-        store.write("x", {**result, "status": status})
-    head, _, *lines = table.table("x#toks/s").splitlines()
-    assert head == "| model | zero: toks/s | f/y.json |"
-    assert lines == ["| a | 2,000 | 0.25 x |", "| b | 100 |  |"]
-    assert table.table("x#peak_mem(G)").splitlines()[2] == "| a | 8.0 | 0.25 x |"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["fsdp", "pp"])
 def test_what_checkpoints_cost(engine):
@@ -216,20 +189,6 @@ def test_a_row_replaces_the_one_with_the_same_settings(empty):
     for script in ("fsdp", "pp", "fsdp"):
         store.write("save", {"columns": {"script": script}})
     assert [r["columns"]["script"] for r in store.read("save")] == ["fsdp", "pp"]
-
-
-def test_a_table_of_compressed_runs(empty):
-    """What is sent, and the last evaluation's numbers."""
-    for rank, more in ((4, {"sent": 0.032}), (0, {})):
-        summary = {"eval_loss": {"0": 9.0, "180": 0.5}, "eval_exact": {"0": 0.0, "180": 0.25}}
-        result = result_of(flags=f"--replicas all --psgd_rank {rank} --lr 2e-3")
-        store.write("x", {**result, "summary": summary, **more})
-    store.write("x", {**result_of(flags="--psgd_rank 9"), "status": "failed"})
-    assert table.table("x").splitlines()[2:] == [
-        "| exact | 100.0% | 0.500 | 25.0% |",
-        "| 4 | 3.2% | 0.500 | 25.0% |",
-        "| 9 |  | failed |  |",
-    ]
 
 
 def test_an_interrupted_write_leaves_the_old_file(empty):
