@@ -20,7 +20,7 @@ if "OTHER" in os.environ:
     name, version = os.environ["OTHER"].split("=")
     real = metadata.version
     metadata.version = lambda package: version if package == name else real(package)
-dist.run(lambda: print("met", dist.start().size), lambda: None, lambda: "")
+dist.run(lambda: print(f"met {dist.start().size}\\n", end=""), lambda: None, lambda: "")
 """
 
 
