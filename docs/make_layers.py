@@ -100,59 +100,132 @@ def page() -> str:
     return text
 
 
-def reached(of: dict[str, set[str]], module: str) -> set[str]:
-    """The modules that importing one may import, itself and lazy imports included."""
-    names, todo = set(), [module]
-    while todo:
-        name = todo.pop()
-        if name not in names:
-            names.add(name)
-            todo += of[name]
+def source() -> dict[Path, ast.Module]:
+    """The syntax trees of the project's modules."""
+    files = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
+    return {file: ast.parse(file.read_text("utf-8")) for file in files}
+
+
+def code_lines(file: Path, tree: ast.Module) -> int:
+    """Lines that are not empty, comments or docstrings."""
+    described = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(
+            node
+        ):
+            text = node.body[0]
+            described.update(range(text.lineno, text.end_lineno + 1))
+    lines = enumerate(file.read_text("utf-8").splitlines(), 1)
+    return sum(
+        1
+        for number, line in lines
+        if line.strip() and not line.strip().startswith("#") and number not in described
+    )
+
+
+def top_level_names(tree: ast.Module) -> set[str]:
+    """Names of functions, classes and variables of a module."""
+    names = set()
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        names.update(target.id for target in targets if isinstance(target, ast.Name))
     return names
 
 
-def functions(file: Path) -> list[tuple[str, int]]:
-    """(name, lines) of each function of a file."""
-    kinds = ast.FunctionDef, ast.AsyncFunctionDef
-    nodes = [
-        node for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, kinds)
+def is_condition(node: ast.AST) -> bool:
+    """Whether an expression is a comparison, `and`, `or`, `not` or a call of bool."""
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id == "bool"
+    return isinstance(node, (ast.Compare, ast.BoolOp, ast.UnaryOp))
+
+
+def is_text_or_list(node: ast.AST) -> bool:
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, str)
+    return isinstance(node, (ast.JoinedStr, ast.List))
+
+
+def is_starred_name(argument: ast.AST) -> bool:
+    """Whether an argument is *name or **name."""
+    if isinstance(argument, ast.keyword):
+        return argument.arg is None and isinstance(argument.value, ast.Name)
+    return isinstance(argument, ast.Starred) and isinstance(argument.value, ast.Name)
+
+
+def loaded_at_import(trees: dict[Path, ast.Module], module: str) -> set[str]:
+    """The modules of this project that importing one loads, itself included."""
+    paths = {".".join(f.relative_to(ROOT).with_suffix("").parts): f for f in trees}
+    paths = {name.removesuffix(".__init__"): file for name, file in paths.items()}
+    loaded, todo = set(), [module]
+    while todo:
+        name = todo.pop()
+        if name in loaded or name not in paths:
+            continue
+        loaded.add(name)
+        todo.append(name.rpartition(".")[0])  # its package
+        for node in trees[paths[name]].body:
+            if isinstance(node, ast.ImportFrom) and node.module:
+                todo.append(node.module)
+                todo += [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                todo += [alias.name for alias in node.names]
+    return loaded
+
+
+def counts() -> dict[str, float]:
+    """What a reader pays for: concepts, not lines, which would be saved by density."""
+    trees = source()
+    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    flags = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "flag"]
+    refusals = [
+        node
+        for node in nodes
+        if isinstance(node, ast.Raise)
+        and isinstance(node.exc, ast.Call)
+        and isinstance(node.exc.func, ast.Name)
+        and node.exc.func.id == "UserError"
     ]
-    return [(node.name, node.end_lineno - node.lineno + 1) for node in nodes]
-
-
-def lines(*files: Path) -> int:
-    return sum(len(file.read_text("utf-8").splitlines()) for file in files)
-
-
-# what a step of a dense model takes from a row to an updated weight, in the order of reading
-PATH = (
-    "core/rows core/attention core/decoder core/loss core/loss_kernel core/optim core/masters "
-    "core/mesh core/loop fsdp/build fsdp/sharding fsdp/fsdp2 fsdp/train_fsdp"
-)
+    products = [node for node in nodes if isinstance(node, ast.BinOp)]
+    products = [(node.left, node.right) for node in products if isinstance(node.op, ast.Mult)]
+    conditional = [
+        (left, right)
+        for left, right in products
+        if is_text_or_list(left)
+        and is_condition(right)
+        or is_text_or_list(right)
+        and is_condition(left)
+    ]
+    starred = [call for call in calls if any(map(is_starred_name, [*call.args, *call.keywords]))]
+    names = [name for tree in trees.values() for name in top_level_names(tree) if name != "main"]
+    loaded = loaded_at_import(trees, "fsdp.train_fsdp")
+    files = {".".join(f.relative_to(ROOT).with_suffix("").parts): f for f in trees}
+    files = {name.removesuffix(".__init__"): file for name, file in files.items()}
+    tests = [file.read_text("utf-8") for file in (ROOT / "tests").glob("*.py")]
+    texts = [file.read_text("utf-8") for file in trees]
+    code = sum(code_lines(file, tree) for file, tree in trees.items())
+    return {
+        "AST nodes": len(nodes),
+        "AST nodes a code line": round(len(nodes) / code, 1),
+        "top-level names in two or more modules": sum(names.count(name) > 1 for name in set(names)),
+        "flags": len(flags),
+        "modules that importing fsdp.train_fsdp loads": len(loaded),
+        "their lines": sum(len(files[name].read_text("utf-8").splitlines()) for name in loaded),
+        "# fmt: skip": sum(text.count("# fmt: skip") for text in texts),
+        "walrus": sum(isinstance(node, ast.NamedExpr) for node in nodes),
+        "text or list times a condition": len(conditional),
+        "calls with *name or **name": len(starred),
+        "raise UserError": len(refusals),
+        "lines of tests": sum(len(text.splitlines()) for text in tests),
+        "setattr in tests": sum(text.count("setattr(") for text in tests),
+    }
 
 
 def sizes() -> str:
-    """How large the project is: a table."""
-    python = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
-    shell = [*ROOT.glob("*.sh"), *(f for name in SCRIPTS for f in (ROOT / name).glob("*.sh"))]
-    each = [(n, name) for file in python for name, n in functions(file)]
-    mains = {file.stem: dict(functions(file)).get("main") for name in SCRIPTS
-             for file in (ROOT / name).glob("*train*.py")}  # fmt: skip
-    longest = max(python, key=lines)
-    path = [ROOT / f"{'' if name[:4] == 'fsdp' else 'llm_demo/'}{name}.py" for name in PATH.split()]
-    modules = [name for name in reached(imports(), "fsdp.train_fsdp") if "." in name]
-    long = [name for n, name in each if n > 50]
-    rows = {
-        "lines of scripts, llm_demo, launchers, setup.sh": f"{lines(*python, *shell):,}",
-        "lines of llm_demo/core": f"{lines(*(ROOT / 'llm_demo/core').glob('*.py')):,}",
-        "modules that importing fsdp.train_fsdp reaches": len(modules),
-        "lines from a row to an updated weight": f"{lines(*path):,} in {len(path)} modules",
-        "main of the scripts": ", ".join(f"{name} {n}" for name, n in mains.items()),
-        "longest module": f"{longest.relative_to(ROOT)}, {lines(longest)}",
-        "functions over 50 lines": f"{len(long)} of {len(each):,}: {', '.join(long)}",
-        "lines of tests": f"{lines(*(ROOT / 'tests').glob('*.py')):,}",
-    }
-    return "\n".join(f"| {what} | {size} |" for what, size in rows.items())
+    """How much there is to read: a table."""
+    return "\n".join(f"| {what} | {count:,} |" for what, count in counts().items())
 
 
 if __name__ == "__main__":
