@@ -539,11 +539,13 @@ def report(ranks: list[Peak], args) -> str:
 
 
 def in_words(offloaded: float, copies: float) -> str:
-    """GiB of host memory."""
-    return (
-        f"{offloaded:.1f} GiB for what is offloaded and {copies:.1f} GiB while a checkpoint is "
-        "saved or read"
-    )
+    """GiB of host memory, of what takes any."""
+    words = []
+    if offloaded:
+        words.append(f"{offloaded:.1f} GiB for what is offloaded")
+    if copies:
+        words.append(f"{copies:.1f} GiB while a checkpoint is saved or read")
+    return " and ".join(words)
 
 
 def check_host(ranks: list[Peak], args, world: World, say: Callable, advice: str) -> None:
