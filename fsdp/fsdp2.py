@@ -220,10 +220,10 @@ class SumInFp32(SumBesideActivations):
             return copy_engines.shared_empty(n, self.dtype, device, self.group, self.pool)
         return super().allocate_input(n, self.dtype, device)
 
-    def allocate_sum(self, n: int, dtype: torch.dtype, device: torch.device, stream):
+    def allocate_sum(self, n: int, dtype: torch.dtype, device: torch.device, stream, params):
         if self.adds:  # a stand-in, which nobody reads; PyTorch 2.15 keeps it for a while
             return self.scratch.memory[:n]
-        return super().allocate_sum(n, dtype, device, stream)
+        return super().allocate_sum(n, dtype, device, stream, params)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False) -> None:
         wanted = self.dtype if self.adds else torch.float32

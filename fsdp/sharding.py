@@ -217,15 +217,14 @@ class SumBesideActivations:
         params = params_of(self.unit)
         if params and sent != n * shards_of(params[0]):
             raise RuntimeError(f"FSDP2 sums {sent} elements into {n}, over other ranks than known")
-        return self.allocate_sum(n, dtype, device, stream)
+        return self.allocate_sum(n, dtype, device, stream, params)
 
     def allocate_input(self, n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory for the n elements that are sent."""
         return torch.empty(n, dtype=dtype, device=device)
 
-    def allocate_sum(self, n: int, dtype: torch.dtype, device: torch.device, stream):
-        """Memory for a sum of n elements. stream: which computes."""
-        params = params_of(self.unit)
+    def allocate_sum(self, n: int, dtype: torch.dtype, device: torch.device, stream, params):
+        """Memory for a sum of n elements. stream: which computes. params: of `params_of`."""
         if params is None or any(p.grad is not None for p in params):  # it is added and freed
             return torch.empty(n, dtype=dtype, device=device)
         with torch.get_device_module(device).stream(stream):
