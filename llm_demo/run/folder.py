@@ -108,9 +108,9 @@ def is_run(folder: Path) -> bool:
     return all((folder / name).is_file() for name in ("cmd.sh", "config.json"))
 
 
-# What a run writes in its folder, and --overwrite deletes.
+# What a run writes in its folder and --overwrite deletes. Not cmd.sh, which is locked and written
+# anew.
 WRITTEN = (
-    "cmd.sh",
     "config.json",
     "env.json",
     "metrics.jsonl",
@@ -133,12 +133,6 @@ def delete_run(folder: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
-
-
-def is_described(folder: Path) -> bool:
-    """Whether a run's folder has all that describes it but model/. An empty cmd.sh is only a
-    lock."""
-    return is_run(folder) and (folder / "env.json").is_file() and (folder / "cmd.sh").stat().st_size
 
 
 def refuse_unwritable(folder: Path, flag: str) -> None:

@@ -22,7 +22,7 @@ from llm_demo.machine.files import finite, write_json
 from llm_demo.machine.text import counted
 from llm_demo.model.costs import parameters_of, state_bytes
 from llm_demo.model.model_folder import describe_model
-from llm_demo.run.folder import is_described, published
+from llm_demo.run.folder import published
 from llm_demo.run.log import Log
 from llm_demo.run.plan import make_plan
 from llm_demo.run.records import COLUMNS, Records, summarise
@@ -128,7 +128,7 @@ class Job:
         saver, log = self.saver, self.log
         best = log.decided(best_of(self.args, self.records.history.evals, saver.path))
         ended = (log.folder / "summary.json").exists()
-        if not ended or not from_rank0(self.world, lambda: is_described(log.folder)):
+        if not ended:
             self.records.open()
         if self.args.save:
             from_rank0(self.world, saver.describe)  # someone may have deleted model/
@@ -162,7 +162,6 @@ def run(job: Job, engine) -> None:
             log.say(f"next step:\n  {'train:':<10}{command}")
         return
     train(job, engine)
-    from_rank0(job.world, log.restore)
     history = job.records.history
     newest = job.saver.folder / f"step_{history.step:08d}"
     best = log.decided(best_of(args, history.evals, newest))

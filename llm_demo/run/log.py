@@ -12,19 +12,12 @@ from llm_demo.core.errors import UserError, printable
 from llm_demo.core.mesh import World
 from llm_demo.flags.args import Args
 from llm_demo.machine.dist import from_rank0
-from llm_demo.machine.files import disk_full, finite, write_text
+from llm_demo.machine.files import finite, write_text
+from llm_demo.machine.process import regular
 from llm_demo.machine.secrets import without_given_secrets
 from llm_demo.machine.text import counted, progress
 from llm_demo.run.folder import choose_folder, describe_run, float_of, read_records
-from llm_demo.run.lock import (
-    content_of_run,
-    folder_gone,
-    lock_folder,
-    open_log,
-    put_back,
-    reopened,
-    take_folder,
-)
+from llm_demo.run.lock import lock_folder, take_folder
 
 
 class Log:
@@ -37,7 +30,6 @@ class Log:
         self.folder = from_rank0(world, lambda: choose_folder(args, script))
         self.settings = dict(vars(args))  # for config.json: flags as resolved
         self.lock = self.file = self.metrics = None
-        self.described = {}  # what is put back if someone deletes it
         self.early, self.early_records = [], []  # until the folder exists
         from_rank0(world, self._lock)
 
@@ -89,38 +81,18 @@ class Log:
             yield
         except OSError as e:
             self._check()
-            reason = disk_full(e, self.folder) or f"{e.strerror or e}: {e.filename or self.folder}"
+            reason = f"{e.strerror or e}: {e.filename or self.folder}"
             raise UserError(f"--output_dir {self.folder}: {reason}") from e
 
-    def gone(self) -> bool:
-        """Whether the folder was deleted, moved or replaced. Other ranks only see it is missing."""
-        return not (self.lock.of_folder() if self.file else self.folder.is_dir())
+    def gone(self) -> str:
+        """A sentence if the folder was deleted, moved or replaced, else "". Ranks other than 0 only
+        see that it is missing."""
+        lost = self.lock.lost() if self.file else not self.folder.is_dir()
+        return f"{self.folder} is gone: it was deleted or moved during the run" if lost else ""
 
     def _check(self) -> None:
         if self.file and self.gone():
-            raise UserError(folder_gone(self.folder))
-
-    def restore(self) -> None:
-        """Put back what someone has deleted from the run's folder, with one for checkpoints. Rank
-        0. Raises UserError if the folder itself is gone, or another run has taken it."""
-        if not self.file:
-            return
-        with self.writing():
-            if self.args.save:
-                self.lock.make_folder("checkpoints")
-            missing = put_back(self.lock, self.described)
-            self.file, log_lost = reopened(self.file, self.folder / "train.log")
-            self.metrics, metrics_lost = reopened(self.metrics, self.folder / "metrics.jsonl")
-        missing += ["train.log"] * log_lost + ["metrics.jsonl"] * metrics_lost
-        if missing:
-            self.say(
-                f"warning: {self.folder}: deleted during the run and now written again: "
-                f"{', '.join(missing)}"
-            )
-
-    def remember(self) -> None:
-        """Keep what describes the run, to put it back. Rank 0."""
-        self.described = content_of_run(self.folder)
+            raise UserError(self.gone())
 
     def open(self, resumed_at: int) -> list[dict]:
         """Create the folder with config.json, env.json and cmd.sh. Every rank calls.
@@ -137,7 +109,6 @@ class Log:
                     earlier.extend(self._forget_steps_after(resumed_at))
                 settings = {**self.settings, "output_dir": str(self.folder)}
                 describe_run(self.folder, settings, self.world)
-                self.remember()
                 self.metrics = open_log(self.folder / "metrics.jsonl")
                 self.file = open_log(self.folder / "train.log")
                 print(*self.early, sep="\n", file=self.file, flush=True)
@@ -173,6 +144,11 @@ class Log:
             self.file.close()
             self.metrics.close()
             self.lock.close()
+
+
+def open_log(file: Path):
+    """A text file to append to. What is no text is written as escapes."""
+    return open(regular(file), "a", encoding="utf-8", errors="backslashreplace")
 
 
 class Tracker:

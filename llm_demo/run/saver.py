@@ -29,7 +29,6 @@ from llm_demo.machine.text import differences, resume, size_of, watched
 from llm_demo.model.weights_files import not_started, refuse_other_adapters
 from llm_demo.run import checkpoint_files
 from llm_demo.run.folder import last_checkpoint, published
-from llm_demo.run.lock import folder_gone
 from llm_demo.run.log import Log
 
 
@@ -182,7 +181,6 @@ class Saver:
         earlier process left, prepare for saves in the background. state() -> {name: tensor}."""
         if self.world.rank == 0:
             self.describe()
-            self.log.remember()
             self.tidy()
         if self.args.save_every and self.in_background and not self.copies and not last:
             self._reserve(state())
@@ -226,7 +224,7 @@ class Saver:
         are copied. Raises UserError if this checkpoint or the previous one can't be written."""
         started = time.perf_counter()
         self.finish()
-        from_rank0(self.world, self.log.restore)
+        from_rank0(self.world, self._make_folder)
         self._refuse_non_finite(step, tensors)
         tensors = {**tensors, **rng_state(self.world)}
         facts = {"step": step, **facts, "identity": self.identity, "settings": self.settings}
@@ -244,6 +242,10 @@ class Saver:
             work = (name, self._stage(tensors), facts, started, time.perf_counter())
             self.thread = threading.Thread(target=self._write, args=work, daemon=True)
             self.thread.start()
+
+    def _make_folder(self) -> None:
+        with self.log.writing():
+            self.folder.mkdir(exist_ok=True)  # not with parents: the run's folder may be gone
 
     def _refuse_non_finite(self, step: int, tensors: dict) -> None:
         """Raise UserError, on all ranks, if any rank has a non-finite weight or moment."""
@@ -351,7 +353,7 @@ class Saver:
             problem = f"checkpoint {final} can't be written: {checkpoint_files.reason_of(e, part)}"
             self.problem = UserError(f"{problem}; {last_checkpoint(self.log.folder)}")
             if self.log.gone():
-                self.problem = UserError(folder_gone(self.log.folder))
+                self.problem = UserError(self.log.gone())
             elif lost_peer(e):  # its end is what went wrong, not the writing
                 self.problem = RuntimeError(str(e))
             if self.world.rank == 0:
