@@ -22,6 +22,7 @@ from llm_demo.flags.args import names_of
 from llm_demo.flags.parsing import PlainParser, path_of
 from llm_demo.machine.files import write_text
 from llm_demo.machine.process import command, read_text, regular
+from llm_demo.machine.text import counted
 from llm_demo.run.folder import (
     WARMUP,
     column,
@@ -203,81 +204,63 @@ def decimal(n: float) -> str:
     return f"{n:.4f}" if math.isfinite(n) else "not finite"
 
 
-def with_unit(n: float, unit: str) -> str:
-    return f"{short_number(n)} {unit}" if math.isfinite(n) else "–"
-
-
-def same(run, first, keys: tuple) -> bool:
-    """Whether two runs have these settings in common."""
-    return all(run.config.get(key) == first.config.get(key) for key in keys)
-
-
 def facts(run, first) -> dict[str, object]:
     """How a run went, what it trained, and on what; what is empty or missing is shown as a dash.
     first: the run that others are compared with."""
     config, env = run.config, run.env
-    seconds = float_of(run.summary.get("seconds"))
-    return {
+    found = {
         "status": status(run),
-        **facts_of_evals(run, first),
-        **facts_of_steps(run, first),
-        "duration": str(timedelta(seconds=round(seconds))) if 0 <= seconds < 1e9 else "",
         "last line logged": run.written,
         "learning rate": f"{config.get('lr', '–')}, {config.get('lr_scheduler', '–')}",
         "parallelism": config.get("parallelism"),
-        "model": Path(str(config.get("model_name_or_path", ""))).name,
-        "data": Path(str(config.get("train_json", ""))).name,
+        "model": Path(config.get("model_name_or_path", "")).name,
+        "data": Path(config.get("train_json", "")).name,
         "dtype": config.get("dtype"),
         "device": f"{env.get('world_size', '–')} × {env.get('device', '–')}",
         "commit": env.get("revision"),
-        "notes": "; ".join(run.notes),
     }
+    if "seconds" in run.summary:
+        found["duration"] = timedelta(seconds=round(run.summary["seconds"]))
+    if run.broken:
+        found["notes"] = f"{counted(run.broken, 'unreadable line')} of metrics.jsonl skipped"
+    if run.evals:
+        found |= facts_of_evals(run, first)
+    if run.steps:
+        found |= facts_of_steps(run)
+    return found
 
 
 def facts_of_evals(run, first) -> dict[str, str]:
     """The held-out loss and answers of a run."""
     losses = column(run.evals, "eval/loss")
     exact = finite_of(column(run.evals, "eval/exact"))
-    if not losses:
-        return {}
     last = decimal(losses[-1])
     of_data = names_of("held_out")
     if run.config.get("eval_fraction"):
         of_data = (*of_data, "train_json")  # held out of the training data
-    if not same(run, first, of_data):
+    if any(run.config.get(key) != first.config.get(key) for key in of_data):
         last += f" (of other data or tokens than {first.letter}'s)"
     return {
         "held-out loss": last,
         "best held-out loss": decimal(min(finite_of(losses), default=math.nan)),
-        "held-out answers exact": " → ".join(f"{x:.1%}" for x in exact[:1] + exact[1:][-1:]),
+        "held-out answers exact": f"{exact[0]:.1%} → {exact[-1]:.1%}" if exact else "",
     }
 
 
-def facts_of_steps(run, first) -> dict[str, str]:
+def facts_of_steps(run) -> dict[str, str]:
     """The training loss, speed, memory and tokens of a run: the last step's, or medians."""
-    if not run.steps:
-        return {}
-    last = run.steps[-1]
-    step = median(run.steps, "perf/step_ms")
-    speed = median(run.steps, "perf/toks_per_s")
-    ratio = speed / (median(first.steps, "perf/toks_per_s") or math.nan)
-    said = short_number(speed)
-    if run is not first and math.isfinite(ratio) and same(run, first, names_of("trained_on")):
-        said += f" ({ratio:.2f} x {first.letter})"
+    last, mfu = run.steps[-1], median(run.steps, "perf/mfu")
     memory = peaks_of(last)
-    memory = [float_of(x) for x in memory] if isinstance(memory, list) else []
     if len(memory) > 8:
         memory = [max(memory)]
-    tokens, labels = (
-        short_number(float_of(last.get(f"data/{k}"))) for k in ("tokens", "label_tokens")
-    )
     return {
-        "training loss": decimal(float_of(last.get("train/loss"))),
-        "tokens per second": said,
-        "step": f"{step:,.0f} ms" if step >= 100 else with_unit(step, "ms"),
-        "MFU": with_unit(100 * median(run.steps, "perf/mfu"), "%"),
-        "peak memory": " / ".join(map(short_number, memory)) + " GiB" if memory else "",
-        "seen": f"{tokens} tokens, {labels} learnt",
+        "training loss": decimal(float_of(last["train/loss"])),
+        "tokens per second": short_number(median(run.steps, "perf/toks_per_s")),
+        "step": f"{median(run.steps, 'perf/step_ms'):,.1f} ms",
+        "MFU": f"{100 * mfu:.3g} %" if math.isfinite(mfu) else "",
+        "peak memory": " / ".join(map(short_number, memory)) + " GiB",
+        "seen": f"{short_number(last['data/tokens'])} tokens, "
+        f"{short_number(last['data/label_tokens'])} learnt",
         "skipped": f"{len(skipped(run)):,} of {len(run.steps):,} logged steps",
     }
 

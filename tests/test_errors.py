@@ -244,7 +244,7 @@ BAD = [
     (ALL, f"--resume damaged/{STEP} {NO_DATA}", f"{STEP}: manifest.json does not list .metadata"),
     ("fsdp", f"--resume piped {NO_DATA}", "piped/config.json is not a regular file"),
     ("fsdp", f"--resume piped/{STEP} {NO_DATA}", "is not a regular file"),
-    ("zero", f"--resume {LONG} {NO_DATA}", "n/manifest.json: File name too long"),
+    ("zero", f"--resume {LONG} {NO_DATA}", "n/config.json: File name too long"),
     # data
     *(("fsdp", f"--train_json {name}", said) for name, (_, said) in BAD_DATA.items()),
     ("fsdp", "--train_json *.txt", "no data file matches"),

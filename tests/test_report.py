@@ -137,8 +137,8 @@ def test_the_table_of_runs_and_the_settings_that_differ(two):
         "status": ["finished, 12 steps"] * 2, "held-out loss": ["6.0000", "–"],
         "best held-out loss": ["6.0000", "–"],
         "held-out answers exact": ["0.0% → 75.0%", "–"], "notes": ["–", "–"],
-        "tokens per second": ["1.01k", "1.01k (1.00 x A)"], "peak memory": ["1.5 / 2.5 GiB"] * 2,
-        "step": ["100 ms", "150 ms"], "MFU": ["40 %"] * 2, "duration": ["0:02:05"] * 2,
+        "tokens per second": ["1.01k", "1.01k"], "peak memory": ["1.5 / 2.5 GiB"] * 2,
+        "step": ["100.0 ms", "150.0 ms"], "MFU": ["40 %"] * 2, "duration": ["0:02:05"] * 2,
         "seen": ["1.2k tokens, 720 learnt", "1.2k tokens, 1.08k learnt"],
         "skipped": ["0 of 12 logged steps", "1 of 12 logged steps"],
         "learning rate": ["0.001, cosine", "0.002, cosine"],
@@ -158,32 +158,24 @@ def test_the_table_of_runs_and_the_settings_that_differ(two):
             assert f'style="background: {color}">{letter}</b>' in head and name in head
 
 
-@pytest.mark.parametrize("speed", [1250.0, None])
-@pytest.mark.parametrize("key", ["eval_json", "model_name_or_path", "train_json", "max_steps"])
-def test_a_run_is_compared_with_the_first(speed, key, tmp_path):
-    """Its speed if it trains on the same tokens, its held-out loss if that is of the same."""
-
-    def records(**more):
-        return [record(1, **{"perf/toks_per_s": 1000.0} | more), {"step": 1, "eval/loss": 4.0}]
-
-    a = write(tmp_path / "a", records())
-    b = write(tmp_path / "b", records(**{"perf/toks_per_s": speed}), {key: "other"})
-    rows = rows_of(make(tmp_path / "page.html", a, b))
-    ratio = " (1.25 x A)" * (key in ("eval_json", "max_steps"))
-    assert rows["tokens per second"] == ["1k", f"1.25k{ratio}" if speed else "–"]
-    other = " (of other data or tokens than A&#39;s)" * (key[:5] in ("eval_", "model"))
-    assert rows["held-out loss"] == ["4.0000", "4.0000" + other]
+def test_held_out_losses_of_other_data_say_so(tmp_path):
+    evals = [record(1), {"step": 1, "eval/loss": 4.0}]
+    a = write(tmp_path / "a", evals)
+    for key, other in (("eval_json", True), ("model_name_or_path", True), ("max_steps", False)):
+        b = write(tmp_path / key, evals, {key: "other"} if other else {key: 13})
+        rows = rows_of(make(tmp_path / "page.html", a, b))
+        said = "4.0000 (of other data or tokens than A&#39;s)" if other else "4.0000"
+        assert rows["held-out loss"] == ["4.0000", said]
 
 
-def test_a_number_that_is_absent_is_a_dash_and_has_no_note(tmp_path):
+def test_a_number_that_is_absent_is_a_dash(tmp_path):
     a = write(tmp_path / "a", [record(1), {"step": 1, "eval/loss": 4.0, "eval/exact": 0.5}])
-    b = write(tmp_path / "b", [record(1)], {"eval_json": "none", "seq_len": 64})
+    b = write(tmp_path / "b", [record(1, **{"perf/mfu": None})], {"eval_json": "none"})
     c = write(tmp_path / "c", [], {"eval_json": "none"}, ended=False)
     rows = rows_of(make(tmp_path / "page.html", a, b, c))
-    for name in ("held-out loss", "best held-out loss", "held-out answers exact"):
+    for name in ("held-out loss", "best held-out loss", "held-out answers exact", "MFU"):
         assert rows[name][1:] == ["–", "–"], name
-    for name in ("training loss", "tokens per second", "step", "MFU", "peak memory", "seen",
-                 "skipped", "duration"):  # fmt: skip
+    for name in ("training loss", "tokens per second", "step", "peak memory", "seen", "duration"):
         assert rows[name][2] == "–", name
     assert all(cell for cells in rows.values() for cell in cells)
 
@@ -233,7 +225,7 @@ def test_a_run_that_is_going_on_and_one_killed_in_the_middle_of_a_line(tmp_path)
         (live / "metrics.jsonl").write_bytes(whole[:-cut])
         (found,) = report.read_runs([live])
         torn = cut > 1
-        assert found.notes == ["1 unreadable line of metrics.jsonl skipped"] * torn
+        assert found.broken == torn
         assert report.status(found) == f"running or interrupted at step {7 - torn} of 12"
     page = make(tmp_path / "live.html", live)
     assert "running or interrupted at step 6 of 12" in page and "1 unreadable line" in page
@@ -254,34 +246,19 @@ def test_a_run_without_a_step_yet(tmp_path, two):
     assert "no step logged yet" in page and len(charts(page)) == 4
 
 
-def test_broken_files_and_missing_numbers(tmp_path):
-    old = []
-    for step in range(1, 6):
-        keys = ("step", "train/loss", "train/grad_norm", "perf/step_ms", "perf/peak_mem_gb")
-        old.append({k: v for k, v in record(step).items() if k in keys} | {"perf/mfu": None})
+def test_numbers_that_are_missing_or_not_finite(tmp_path):
+    untimed = {"perf/comm_exposed_ms": None, "perf/comm_wait_ms": None, "perf/toks_per_s": None}
+    old = [record(step, **untimed) for step in range(1, 6)]
     old[2]["train/loss"] = None
-    old[3] |= {"train/loss": "text", "train/grad_norm": True, "perf/peak_mem_gb": 3}
-    folder = write(tmp_path / "old", old)
-    with open(folder / "metrics.jsonl", "ab") as f:
-        f.write(b'12\n[1]\n{"step": null, "train/loss": 1}\n{"step": "7"}\n\xff\xfe\n{"loss": 1}\n')
-        f.write(b"[" * 100_000 + b'\n\n{"step": 6, "train/loss": ' + b"9" * 400 + b"}\n")
-    (folder / "config.json").write_text('{"max_st')
-    (folder / "env.json").write_text("[]")
-    page = make(tmp_path / "old.html", folder)
-    assert "7 unreadable lines" in page
-    assert "config.json could not be read" in page and "env.json could not be read" in page
+    page = make(tmp_path / "old.html", write(tmp_path / "old", old))
     drawn = charts(page)
     assert drawn.keys() == {"Loss", "Gradient norm"}
     assert page.count("Not recorded in these runs") == 2
-    assert len(points(drawn["Loss"], "A-loss")) == 3  # 1, 2 and 5
+    assert len(points(drawn["Loss"], "A-loss")) == 4
     bad = [record(s, **{"train/loss": None, "train/grad_norm": None, "train/skipped": True,
                         "perf/step_ms": None}) for s in range(1, 5)]  # fmt: skip
-    page = make(tmp_path / "bad.html", write(tmp_path / "bad", bad))
-    assert rows_of(page)["training loss"] == ["not finite"]
-    assert rows_of(page)["skipped"] == ["4 of 4 logged steps"]
-    for seconds in (-1e200, 1e200, -1, "1", 1e400):
-        (tmp_path / "bad/summary.json").write_text(json.dumps({"steps": 4, "seconds": seconds}))
-        assert rows_of(make(tmp_path / "bad.html", tmp_path / "bad"))["duration"] == ["–"]
+    rows = rows_of(make(tmp_path / "bad.html", write(tmp_path / "bad", bad)))
+    assert rows["training loss"] == ["not finite"] and rows["skipped"] == ["4 of 4 logged steps"]
 
 
 EVIL = "</td></title></style><script>document.title='x'</script><img src=x onerror=alert(1)>\"'&$a$"
@@ -290,7 +267,7 @@ EVIL = "</td></title></style><script>document.title='x'</script><img src=x onerr
 def test_what_files_say_is_text(tmp_path):
     name = "<script>alert(1)<|script> & $x^{$ 'a' \"b\" ünï"
     config = {"model_name_or_path": EVIL, "train_json": EVIL, "dtype": EVIL, EVIL: EVIL,
-              "max_steps": EVIL, "log_every": EVIL, "stages": EVIL, "data_parallel": EVIL,
+              "log_every": EVIL, "stages": EVIL, "data_parallel": EVIL,
               "micro_batch_size": {EVIL: [EVIL]}}  # fmt: skip
     env = {"device": EVIL, "revision": EVIL, "versions": {EVIL: EVIL}, "world_size": EVIL}
     steps = [record(s, **{EVIL: EVIL, "train/lr": EVIL}) for s in range(1, 5)]
@@ -304,12 +281,9 @@ def test_what_files_say_is_text(tmp_path):
 def test_a_long_run_is_a_small_page(tmp_path):
     rng = random.Random(0)
     records = []
-    keys = ("data/label_tokens", "perf/step_ms", "train/grad_norm")
     for step in range(1, 30_001):
         loss, speed = 2 + 6 / step**0.3 + rng.gauss(0, 0.2), rng.gauss(1000, 50)
-        values = 60 * step, 100, rng.gauss(2, 0.3)
-        records.append({"step": step, "train/loss": loss, "perf/toks_per_s": speed})
-        records[-1].update(zip(keys, values, strict=True))
+        records.append(record(step, **{"train/loss": loss, "perf/toks_per_s": speed}))
     records[18_555]["train/loss"] = 13.0
     records += [{"step": s, "eval/loss": 8 - s / 6e3} for s in range(0, 30_001, 100)]
     long = write(tmp_path / "long", records, {"max_steps": 30_000})
@@ -333,9 +307,8 @@ def test_a_long_run_is_a_small_page(tmp_path):
 
 BAD = {  # case: (the run, the page, what is said), in a folder that has good/ and these
     "no run": ("empty", "page.html", "is not a run's folder"),
-    "a model": ("hf", "page.html", "is a model's folder, not a run's"),
-    "missing": ("nothing", "page.html", "does not exist"),
-    "a file": ("good/config.json", "page.html", "is a file: name the run's folder"),
+    "a model": ("hf", "page.html", "is not a run's folder"),
+    "a broken file": ("broken", "page.html", "broken/config.json: "),
     "a pipe": ("piped", "page.html", "metrics.jsonl is not a regular file"),
     "out is a folder": ("good", "empty", "Is a directory"),
     "out is a pipe": ("good", "piped/metrics.jsonl", "metrics.jsonl is not a regular file"),
@@ -352,6 +325,8 @@ def test_bad_input_is_one_line_and_nothing_is_written(case, tmp_path, record_pro
     (piped / "metrics.jsonl").unlink()
     os.mkfifo(piped / "metrics.jsonl")  # who opens it waits without end
     (tmp_path / "empty").mkdir()
+    broken = write(tmp_path / "broken", [])
+    (broken / "config.json").write_text('{"max_st')
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/config.json").write_text('{"model_type": "qwen3"}')
     before = (good / "metrics.jsonl").read_text()
@@ -377,7 +352,7 @@ def test_the_command(two, tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"matplotlibrc", "report.html"}
     command = [sys.executable, "-m", "llm_demo.report", "nowhere", "--out", "x.html"]
     done = run(command, cwd=tmp_path)
-    assert done.returncode == 2 and done.stderr == "error: nowhere does not exist\n"
+    assert done.returncode == 2 and done.stderr.startswith("error: nowhere is not a run's folder")
 
 
 def test_the_keys_that_are_read_are_those_that_runs_write():

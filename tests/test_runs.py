@@ -233,7 +233,7 @@ def test_a_resumed_run_profiles_the_steps_it_has_or_none(steps, profiled, train,
     assert (out / "profile.txt").exists() is profiled
 
 
-NO_RECORDS = ["null", "3", "[1]", '"text"', '{"step": "1"}', "{}", "\xff", '{"step": 1, "train/l']
+NO_RECORDS = ["3", "{}", "\xff", '{"step": 1, "train/l']
 
 
 def test_lines_without_a_record_stop_no_resume(train, capsys, record_property):
@@ -371,31 +371,6 @@ def test_nothing_is_written_into_another_run(train, tmp_path):
             run_folder.refuse_inside_checkpoints(inside)
 
 
-WRITTEN = ("metrics.jsonl", ".part-config.json", "checkpoints", "checkpoints/latest", "wandb")
-
-
-@pytest.mark.parametrize("how", ["--resume auto", "--overwrite"])
-def test_no_run_writes_through_the_links_of_a_folder(how, train, tmp_path):
-    """Which may be a stranger's."""
-    folder, mine = old_run(tmp_path / "out"), tmp_path / "mine"
-    mine.mkdir()
-    (mine / "file").write_text("mine")
-    for name in WRITTEN:
-        shutil.copytree(tmp_path / "out", tmp_path / "crafted")
-        path = tmp_path / "crafted" / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        path.parent.mkdir(exist_ok=True)
-        path.symlink_to(mine if "." not in name and name[0] != "." else mine / "file")
-        with pytest.raises(UserError, match=f"crafted: {name} is a link or a pipe, and"):
-            train("fsdp", f"--max_steps 2 --output_dir crafted {how}")
-        shutil.rmtree(tmp_path / "crafted")
-    assert contents(mine) == {Path("file"): b"mine"} and contents(tmp_path / "out") == folder
-    (tmp_path / "out/metrics.jsonl").unlink()
-    os.mkfifo(tmp_path / "out/metrics.jsonl")  # who opens it waits without end
-    with pytest.raises(UserError, match="out: metrics.jsonl is a link or a pipe"):
-        train("fsdp", f"--max_steps 2 {how}")
-
-
 def test_a_file_is_replaced_not_what_a_link_at_its_part_points_to(tmp_path):
     (tmp_path / "mine").write_text("mine")
     (tmp_path / ".part-a.json").symlink_to(tmp_path / "mine")
@@ -479,12 +454,6 @@ def test_runs_of_the_same_second_have_names_of_their_own(tmp_path):
     run_lock.take_folder(tmp_path / "new", args, None).close()
     with pytest.raises(UserError, match="another run is using it"):
         run_lock.take_folder(tmp_path / "new", args, None)
-
-
-def test_a_link_to_nowhere_is_one_line_before_anything_is_read(train, tmp_path):
-    (tmp_path / "out").symlink_to(tmp_path / "gone")
-    with pytest.raises(UserError, match="out is a link to .*gone, which does not exist"):
-        train("fsdp", "--max_steps 2")
 
 
 # ---------------------------------------------------------------- locks

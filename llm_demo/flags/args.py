@@ -37,20 +37,20 @@ class ModelArgs:
     model_name_or_path: str = flag(
         str(ROOT / "models/qwen3-tiny"),
         "Hugging Face model: a folder or a hub id. Random weights if the folder has none.",
-        tags="input per_node held_out trained_on",
+        tags="input per_node held_out",
         env="MODEL",
         path=True,
     )
     tokenizer_name_or_path: str | None = flag(
         None,
         "Tokenizer: a folder or a hub id. Default: the model's own.",
-        tags="input per_node held_out trained_on",
+        tags="input per_node held_out",
         path=True,
     )
     chat_template: str | None = flag(
         None,
         "File with a Jinja chat template. Default: the tokenizer's own.",
-        tags="input per_node held_out trained_on",
+        tags="input per_node held_out",
         path=True,
     )
     attn_impl: Literal[
@@ -80,7 +80,7 @@ class DataArgs:
         str(ROOT / "data/sft_en.jsonl"),
         "Files separated by commas, a glob, a folder or a hub dataset (id:split or "
         "id:configuration:split); my.jsonl*2: twice.",
-        tags="input per_node trained_on",
+        tags="input per_node",
         also="data dataset train_file",
         path=True,
     )
@@ -98,19 +98,19 @@ class DataArgs:
     ] = flag(
         "auto",
         "Format of a row. auto: detected from the first one.",
-        tags="rows evaluate trained_on",
+        tags="rows evaluate",
     )
     eval_fraction: float | None = flag(
         None,
         "Share of the training documents to hold out, such as 0.05.",
-        tags="held_out trained_on",
+        tags="held_out",
         at_most=1,
     )
     input_key: str | None = flag(
-        None, "Name of the prompt column. Needs --target_key.", tags="rows evaluate trained_on"
+        None, "Name of the prompt column. Needs --target_key.", tags="rows evaluate"
     )
     target_key: str | None = flag(
-        None, "Name of the answer column. Needs --input_key.", tags="rows evaluate trained_on"
+        None, "Name of the answer column. Needs --input_key.", tags="rows evaluate"
     )
     skip_bad_rows: bool = flag(  # None: of held-out data
         False, "Skip and count rows that can't be read. Off: an error.", tags="rows"
@@ -124,10 +124,10 @@ class DataArgs:
         at_most=MAX_TOKENS,
     )
     pack_sequences: bool = flag(
-        True, "Pack whole documents into rows. Off: one per row, padded.", tags="rows trained_on"
+        True, "Pack whole documents into rows. Off: one per row, padded.", tags="rows"
     )
     overlong: Literal["truncate", "split", "drop"] = flag(
-        "truncate", "Documents over --seq_len.", tags="rows held_out trained_on"
+        "truncate", "Documents over --seq_len.", tags="rows held_out"
     )
     train_on_prompt: bool = flag(
         False,
@@ -145,7 +145,7 @@ class DataArgs:
     chat_template_kwargs: str | None = flag(
         None,
         "Variables of the chat template, such as '{\"preserve_thinking\": true}'.",
-        tags="evaluate held_out trained_on",
+        tags="evaluate held_out",
     )
 
     @staticmethod

@@ -37,7 +37,6 @@ TAGS = {
     "resume": "a change on resume is logged",
     "evaluate": "python -m llm_demo.evaluate has it too",
     "held_out": "decides the tokens of a held-out loss",
-    "trained_on": "decides the tokens of a step",
     "card": "is in the README of an export",
     "adapter_card": "is in the README of an export of adapters",
     "quiet": "is not in a report",

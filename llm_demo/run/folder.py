@@ -21,11 +21,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from llm_demo.core.errors import UserError
-from llm_demo.flags.parsing import MAX_INT, tagged
+from llm_demo.flags.parsing import tagged
 from llm_demo.machine.files import ROOT, write_json
 from llm_demo.machine.process import read_text
 from llm_demo.machine.secrets import SECRET, without_secrets
-from llm_demo.machine.text import counted
+from llm_demo.machine.text import blame
 
 WARMUP = 2  # logged steps left out of the medians: allocator, kernels and caches warm up
 
@@ -75,11 +75,6 @@ def choose_folder(args, script: str) -> Path:
     model = Path(args.model_name_or_path).name
     name = f"{script}-{model}-{datetime.now():%Y%m%d-%H%M%S-%f}"  # runs may begin together
     folder = Path(args.output_dir) if args.output_dir else ROOT / "runs" / name
-    if folder.is_symlink() and not folder.exists():
-        raise UserError(
-            f"--output_dir {folder} is a link to {os.readlink(folder)}, which does not exist: "
-            "create that folder, or remove the link"
-        )
     if args.overwrite and folder.resolve() in Path.cwd().parents:
         raise UserError(f"--overwrite: the working folder is inside --output_dir {folder}")
     refuse_unwritable(folder, "--output_dir")
@@ -99,7 +94,6 @@ def choose_folder(args, script: str) -> Path:
         resumed = args.resume and (alone or published(folder / "checkpoints"))  # cmd.sh may be lost
         if not (is_run(folder) or resumed):
             raise UserError(f"--output_dir {folder} is not a run's folder, so it is left unchanged")
-        _refuse_links(folder)
     return folder
 
 
@@ -152,18 +146,6 @@ def refuse_inside_checkpoints(out: Path) -> None:
     for above in out.resolve().parents:
         if above.name == "checkpoints" and (is_run(above.parent) or published(above)):
             raise UserError(f"{out} is inside {above}, where a run keeps its checkpoints")
-
-
-def _refuse_links(folder: Path) -> None:
-    """Raise UserError for a link or a pipe in a run's folder, through which the run would write."""
-    for above, folders, files in os.walk(folder):
-        for path in (Path(above, name) for name in folders + files):
-            if path.is_symlink() or path.is_fifo():
-                raise UserError(
-                    f"--output_dir {folder}: {path.relative_to(folder)} is a link or a pipe, and "
-                    "the run would write elsewhere: remove it"
-                )
-        folders[:] = [name for name in folders if name != "wandb"]  # has links of its own
 
 
 def _refuse_inputs_in(folder: Path, args) -> None:
@@ -261,31 +243,21 @@ def describe_run(folder: Path, settings: dict, world) -> None:
 
 def read_run(folder: Path) -> SimpleNamespace:
     """Attributes: config, env and summary (dicts, empty if the file is missing), steps and evals
-    (records of metrics.jsonl, in order), notes (what could not be read), parts (see step_parts).
+    (records of metrics.jsonl, in order), broken (the number of its other lines), written (when its
+    last line was), parts (see step_parts).
 
-    Raises UserError if the folder holds no run, OSError if it can't be read."""
-    if not folder.is_dir():
-        problem = "is a file: name the run's folder" if folder.exists() else "does not exist"
-        raise UserError(f"{folder} {problem}")
+    Raises UserError if the folder holds no run or a file can't be read."""
     file = folder / "metrics.jsonl"
-    if not (file.exists() or (folder / "config.json").exists()):
-        raise UserError(f"{folder} is not a run's folder: it has no metrics.jsonl or config.json")
-    run = SimpleNamespace(folder=folder, notes=[], written="–")
+    if not any((folder / name).exists() for name in (file.name, "env.json")):
+        raise UserError(f"{folder} is not a run's folder: it has no metrics.jsonl")
+    run = SimpleNamespace(folder=folder, broken=0, written="–")
     for name in ("config", "env", "summary"):
         path = folder / f"{name}.json"
-        content = json_of(read_text(path)) if path.exists() else {}
-        if not isinstance(content, dict):
-            run.notes.append(f"{name}.json could not be read")
-            content = {}
-        setattr(run, name, recorded(content))  # it may be older, or from elsewhere
-    if "model_type" in run.config and not file.exists():
-        raise UserError(f"{folder} is a model's folder, not a run's")
+        setattr(run, name, recorded(object_in(path)) if path.exists() else {})  # it may be older
     lines = []
     if file.exists():
-        lines, broken = read_records(file)
+        lines, run.broken = read_records(file)
         run.written = f"{datetime.fromtimestamp(file.stat().st_mtime):%Y-%m-%d %H:%M:%S}"
-        if broken:
-            run.notes.append(f"{counted(broken, 'unreadable line')} of metrics.jsonl skipped")
     for name, key in (("steps", "train/loss"), ("evals", "eval/loss")):
         by_step = {record["step"]: record for _, record in lines if key in record}
         setattr(run, name, [by_step[step] for step in sorted(by_step)])
@@ -293,17 +265,22 @@ def read_run(folder: Path) -> SimpleNamespace:
     return run
 
 
+def object_in(file: Path) -> dict:
+    """The JSON object in a file. Raises UserError if it can't be read."""
+    with blame(file):
+        return dict(json.loads(read_text(file)))
+
+
 def settings_to_resume(resume: str | None, folder: Path) -> dict:
-    """config.json of the run that --resume names, which must have a seq_len; else {}. resume: a
-    run, one of its checkpoints, "auto" for the run in `folder`, or None."""
+    """config.json of the run that --resume names, if it has a seq_len; else {}. resume: a run, one
+    of its checkpoints, "auto" for the run in `folder`, or None."""
     if not resume:
         return {}
     named = folder if resume == "auto" else Path(resume)
     for file in (named / "config.json", named.parent.parent / "config.json"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
-            settings = json_of(read_text(file))
-            if 8 <= int(settings["seq_len"]) <= MAX_INT:
-                return {**settings, "seq_len": int(settings["seq_len"])}
+        settings = object_in(file) if file.exists() else {}
+        if "seq_len" in settings:
+            return settings
     return {}
 
 
@@ -311,29 +288,18 @@ def read_records(file: Path) -> tuple[list[tuple[str, dict]], int]:
     """([(line, its record)], number of lines without one) of a metrics.jsonl. Raises UserError for
     a pipe or a device, OSError if it can't be read."""
     lines = [line for line in read_text(file).split("\n") if line.strip()]
-    records = [(line, json_of(line)) for line in lines]
-    kept = [(line, record) for line, record in records if is_record(record)]
+    kept = []
+    for line in lines:
+        with contextlib.suppress(ValueError):  # a kill may cut a line short
+            record = json.loads(line)
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                kept.append((line, record))
     return kept, len(lines) - len(kept)
 
 
-def is_record(value) -> bool:
-    """Whether this is an object with a step."""
-    step = value.get("step") if isinstance(value, dict) else None
-    return type(step) is int and 0 <= step < 2**53
-
-
-def json_of(text: str):
-    """JSON, or None if it is truncated or invalid."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def float_of(value) -> float:
-    """A float; NaN for anything else, infinity included."""
-    usable = type(value) in (int, float) and abs(value) < 1e300
-    return float(value) if usable else math.nan
+def float_of(value: float | None) -> float:
+    """A float; NaN for None, which stands for what was not measured or not finite."""
+    return math.nan if value is None else float(value)
 
 
 def column(records: list[dict], key: str) -> list[float]:
