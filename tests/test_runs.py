@@ -371,6 +371,24 @@ def test_nothing_is_written_into_another_run(train, tmp_path):
             run_folder.refuse_inside_checkpoints(inside)
 
 
+@pytest.mark.parametrize("how", ["--resume auto", "--overwrite"])
+def test_no_run_writes_through_the_links_of_a_folder(how, train, tmp_path):
+    """Which may be a stranger's."""
+    before, mine = old_run(tmp_path / "out"), tmp_path / "mine"
+    mine.mkdir()
+    (tmp_path / "out/model").mkdir()
+    for name in ("tb", "checkpoints", "model/config.json"):
+        path = tmp_path / "out" / name
+        path.symlink_to(mine)
+        with pytest.raises(UserError, match=f"out: {name} is a link or a pipe, and"):
+            train("fsdp", f"--max_steps 2 {how}")
+        path.unlink()
+    os.mkfifo(tmp_path / "out/train.log")  # who opens it waits without end
+    with pytest.raises(UserError, match="out: train.log is a link or a pipe"):
+        train("fsdp", f"--max_steps 2 {how}")
+    assert not [*mine.iterdir()] and before.items() <= contents(tmp_path / "out").items()
+
+
 def test_a_file_is_replaced_not_what_a_link_at_its_part_points_to(tmp_path):
     (tmp_path / "mine").write_text("mine")
     (tmp_path / ".part-a.json").symlink_to(tmp_path / "mine")

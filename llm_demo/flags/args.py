@@ -119,7 +119,7 @@ class DataArgs:
         0,
         "Length of a row in tokens. 0: 99 % of the documents fit, rounded up to a multiple of "
         "128, at most 4096 and the model's limit.",
-        tags="rows evaluate held_out trained_on card",
+        tags="rows evaluate held_out card",
         also="max_length",
         at_most=MAX_TOKENS,
     )

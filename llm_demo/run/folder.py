@@ -94,6 +94,7 @@ def choose_folder(args, script: str) -> Path:
         resumed = args.resume and (alone or published(folder / "checkpoints"))  # cmd.sh may be lost
         if not (is_run(folder) or resumed):
             raise UserError(f"--output_dir {folder} is not a run's folder, so it is left unchanged")
+        _refuse_links(folder)
     return folder
 
 
@@ -146,6 +147,18 @@ def refuse_inside_checkpoints(out: Path) -> None:
     for above in out.resolve().parents:
         if above.name == "checkpoints" and (is_run(above.parent) or published(above)):
             raise UserError(f"{out} is inside {above}, where a run keeps its checkpoints")
+
+
+def _refuse_links(folder: Path) -> None:
+    """Raise UserError for a link or a pipe in a run's folder, through which the run would write."""
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder)
+        in_wandb = "wandb" in name.parts[:-1]  # it has links of its own
+        if not in_wandb and (path.is_symlink() or path.is_fifo()):
+            raise UserError(
+                f"--output_dir {folder}: {name} is a link or a pipe, and the run would write "
+                "elsewhere: remove it"
+            )
 
 
 def _refuse_inputs_in(folder: Path, args) -> None:
