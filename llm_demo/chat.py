@@ -69,26 +69,24 @@ EMPTY_BLOCKS = ("<think></think>", "</think>")
 EMPTY_BLOCK = re.compile(r"^\s*(<think>)?\s*</think>\s*")
 
 
-def main() -> None:
-    args = make_parser().parse_args()
+def main(argv: list[str] | None = None) -> None:
+    args = make_parser().parse_args(argv)
     check(args)
     with tempfile.TemporaryDirectory() as work:
         model, tokenizer = model_and_tokenizer(args, Path(work))
-    sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # refused below, by line
+    sys.stdin.reconfigure(encoding="utf-8", errors="strict")
     talk = sys.stdin.isatty()
     begin = [{"role": "system", "content": args.system}] if args.system else []
     messages = begin
     if talk:
         print("ask; an empty line begins anew, /exit or Ctrl-D ends", file=sys.stderr)
-    for number, line in enumerate(questions(talk), 1):
+    for line in questions(talk):
         if not line.strip() or not talk:
             messages = begin
         if not line.strip():
             continue
         messages = [*messages, {"role": "user", "content": line.strip()}]
         try:
-            if any("\ud800" <= letter <= "\udfff" for letter in line):
-                raise UserError(f"line {number} of the questions is not UTF-8: {ascii(line)[:80]}")
             said = answer(model, tokenizer, messages, args.max_new_tokens)
             messages = [*messages, {"role": "assistant", "content": said}]
         except UserError as e:
@@ -103,7 +101,8 @@ def questions(talk: bool) -> Iterator[str]:
     while True:
         if talk:
             print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
+        with blame("the questions", UnicodeDecodeError):
+            line = sys.stdin.readline()
         if not line or talk and line.strip() in ("/exit", "/quit"):
             return
         yield line

@@ -81,11 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def day(text: str) -> str:
     """A type for argparse."""
-    try:
-        return str(date.fromisoformat(text))
-    except ValueError:
-        message = f"{text[:80]}: must be a date, as 2026-01-31"
-        raise argparse.ArgumentTypeError(message) from None
+    return str(date.fromisoformat(text))
 
 
 def check(args) -> None:
@@ -138,8 +134,8 @@ from llm_demo.data.packs import load_rows, prompts_of, refuse_unknown_tokens
 from llm_demo.data.questions import question_reader
 from llm_demo.machine.device import pick_dtype, this_device
 from llm_demo.machine.dist import run
-from llm_demo.machine.files import disk_full, write_json, write_text
-from llm_demo.machine.text import counted, progress
+from llm_demo.machine.files import write_json, write_text
+from llm_demo.machine.text import blame, counted, progress
 from llm_demo.model.model_folder import load_model, open_model
 from llm_demo.model.positions import length_dependent_rope, position_limit
 from llm_demo.model.source import find_model, load_config, load_tokenizer, set_variables, with_date
@@ -147,31 +143,29 @@ from llm_demo.model.source import find_model, load_config, load_tokenizer, set_v
 TOKENS = 1 << 16  # of a batch, including padding
 
 
-def main() -> None:
-    args = make_parser().parse_args()
+def main(argv: list[str] | None = None) -> None:
+    args = make_parser().parse_args(argv)
     check(args)
     device = this_device()
     dtype, _ = pick_dtype(args.dtype, device)
     if args.seq_len is None:  # so that all models get the same documents
         configs = [load_config(find_model(name), 1) for name in args.models]
         args.seq_len = min(position_limit(config) for config in configs)
-    results, problem = [], None
+    results = []
     settings = {"data": args.data, "seq_len": args.seq_len, "device": str(device)}
-    for name in args.models:
-        results.append(evaluate(name, args, torch.device(device.type), dtype))
-        gc.collect()
-        if args.out:  # after each model, since the next may fail
-            try:
-                args.out.mkdir(parents=True, exist_ok=True)
-                content = {**settings, "date": args.date, "models": results}
-                write_json(args.out / "evaluation.json", content)
-                write_text(args.out / "evaluation.md", markdown(results))
-                problem = None
-            except OSError as e:
-                problem = disk_full(e, args.out) or e.strerror
-    print(markdown(results))
-    if problem:
-        raise UserError(f"--out {args.out} can't be written: {problem}")
+    try:
+        for name in args.models:
+            results.append(evaluate(name, args, torch.device(device.type), dtype))
+            gc.collect()
+            if args.out:
+                with blame(f"--out {args.out}", OSError):
+                    args.out.mkdir(parents=True, exist_ok=True)
+                    content = {**settings, "date": args.date, "models": results}
+                    write_json(args.out / "evaluation.json", content)
+                    write_text(args.out / "evaluation.md", markdown(results))
+    finally:  # what was measured before an error too
+        if results:
+            print(markdown(results))
 
 
 def evaluate(name: str, args, device: torch.device, dtype: torch.dtype) -> dict:
@@ -378,24 +372,20 @@ def answers_in_markdown(models: list[str], files: tuple[dict, ...]) -> list[str]
     """The first answers to a file. files: its figures by each model."""
     name = Path(files[0]["file"]).name
     read = [(f["rows"], [shown["expected"] for shown in f["answers"]]) for f in files]
-    together = [(models, files)]
-    lines = []
     if any(rows != read[0] for rows in read):
-        together = [([model], (f,)) for model, f in zip(models, files, strict=True)]
         counts = ", ".join(f"{m} {f['rows']:,}" for m, f in zip(models, files, strict=True))
-        lines += [
+        return [
             "",
             f"The models read different rows of {name} ({counts}): a template or a limit of length "
             "skips some. Their figures can't be compared.",
         ]
-    for names, figures in together:
-        of = f" of {names[0]}" if len(together) > 1 else ""
-        for k, shown in enumerate(figures[0]["answers"]):
-            lines += ["", f"**{name}, row {k + 1}{of}**"]
-            lines += ["", f"> prompt: {shortened(shown['prompt'])}"]
-            lines += ["", f"- expected: {shortened(shown['expected'])}"]
-            for model, f in zip(names, figures, strict=True):
-                lines.append(f"- {model}: {shortened(f['answers'][k]['answer'])}")
+    lines = []
+    for k, shown in enumerate(files[0]["answers"]):
+        lines += ["", f"**{name}, row {k + 1}**"]
+        lines += ["", f"> prompt: {shortened(shown['prompt'])}"]
+        lines += ["", f"- expected: {shortened(shown['expected'])}"]
+        for model, f in zip(models, files, strict=True):
+            lines.append(f"- {model}: {shortened(f['answers'][k]['answer'])}")
     return lines
 
 

@@ -3,7 +3,6 @@
 import copy
 import json
 import shutil
-import sys
 
 import pytest
 import torch
@@ -106,12 +105,11 @@ def test_seq_len_is_what_models_know_by_default(model, tokenizer, tmp_path, monk
         evaluate, "load_rows",
         lambda *a, load=evaluate.load_rows, **k: seen.append(load(*a, **k)) or seen[-1],
     )  # fmt: skip
-    argv = ["evaluate", "--data", tmp_path / "x.jsonl", "--show", 1, "--dtype", "fp32"]
+    argv = ["--data", tmp_path / "x.jsonl", "--show", 1, "--dtype", "fp32"]
 
     def lengths(*models):
         seen.clear()
-        monkeypatch.setattr(sys, "argv", [*map(str, [*argv, "--models", *models])])
-        evaluate.main()
+        evaluate.main([*map(str, [*argv, "--models", *models])])
         assert all(packs.seq_len == int(packs.token_counts[0]) for packs, _ in seen)
         return [packs.seq_len for packs, _ in seen]
 

@@ -429,7 +429,7 @@ RESUMED = {
     "without": ([], ["--lora_rank", "0"], "holds adapters: resume with fsdp/train_fsdp.py and"),
     "rank": ([], ["--lora_rank", "8"], "holds other adapters: rank was 4, is 8"),
     "alpha": ([], ["--lora_alpha", "8"], "holds other adapters: alpha was 32.0, is 8.0"),
-    "base": (["untied"], [], "holds adapters of another base: path was "),
+    "base": (["untied"], [], "holds other adapters: base weights was "),
 }
 
 

@@ -255,10 +255,6 @@ IN_MIXTURES = {
     "dropout of experts": (
         "qwen", {"lora_dropout": 0.1, "lora_targets": "down_proj"}, "no dropout: drop it, or",
     ),
-    "rank": (
-        "qwen", {"lora_rank": 33, "lora_targets": "down_proj"},
-        r"33 is larger than a side of each .* model.layers.0.mlp.experts.down_proj \(64 x 32\)",
-    ),
 }  # fmt: skip
 
 

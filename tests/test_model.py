@@ -16,7 +16,7 @@ from llm_demo.core.decoder import Blocks, materialise, skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import position_ids
 from llm_demo.model.costs import flops_of_slot, param_count, sizes_of, unit_sizes
-from llm_demo.model.model_folder import describe, describe_model, open_model, try_describe
+from llm_demo.model.model_folder import describe_model, open_model, try_describe
 from llm_demo.model.source import find_model, load_config, load_tokenizer
 from llm_demo.model.weights_files import open_weights
 
@@ -178,12 +178,11 @@ WRONG = [
     ({"config.json": {"model_type": "nonsense"}}, "nonsense"),
     ({"config.json": {"model_type": "llama", "hidden_act": "foo"}}, "config.json: KeyError 'foo'"),
     ({"config.json": {"head_dim": None}}, "field 'head_dim'"),
-    *(({"config.json": {key: 0}}, f"config.json: {key} 0 is not a positive number")
-      for key in ("num_key_value_heads", "num_hidden_layers", "head_dim")),
+    *(({"config.json": {key: 0}}, message)
+      for key, message in (("num_key_value_heads", "config.json: .*by zero"),
+                           ("num_hidden_layers", "num_hidden_layers 0 is not from 1 to"))),
     ({"config.json": "[" * 10**5}, "config.json: maximum recursion"),
-    ({"config.json": {"num_hidden_layers": 10**12}}, "num_hidden_layers 1000000000000 is not a po"),
-    ({"config.json": {"hidden_size": 10**12}}, "hidden_size 1000000000000 is not a positive numb"),
-    ({"config.json": {"max_position_embeddings": 0}}, "max_position_embeddings 0 is not a"),
+    ({"config.json": {"num_hidden_layers": 10**12}}, "num_hidden_layers 1000000000000 is not"),
     ({"config.json": {"pad_token_id": 10**9}}, "Padding_idx must be within num_embeddings"),
     ({"config.json": {"dtype": 5}}, "config.json: 'int' object has no attribute"),
     ({"config.json": {"hidden_act": ["silu"]}}, "config.json: .*hidden_act"),
@@ -192,7 +191,7 @@ WRONG = [
     (rope(rope_type="zzz"), "the rotary type zzz is not one of default, "),
     (scaling("mrope"), "the rotary type mrope is not one of default, "),
     (scaling("ntk"), "the rotary type ntk is not one of default, "),
-    (rope(**YARN, factor=-1), "factor -1 in rope_parameters is not a number"),
+    (rope(**YARN, factor=-1), "do not give 4 positive frequencies"),
     (rope(**YARN), "config.json: KeyError .*factor"),
     (rope(**YARN, factor=2.0, attention_factor="x"), "config.json: "),
     # tokenizer
@@ -208,9 +207,8 @@ WRONG = [
      "--chat_template .*: .*multiple chat templates with no default specified"),
     ({"chat_template.jinja": "{% for m in messages %}"}, "chat template .*: Unexpected end"),
     # generation
-    ({"generation_config.json": "{"}, "generation_config.json: It looks like"),
+    ({"generation_config.json": "{"}, "generation_config.json: Expecting"),
     ({"generation_config.json": "[]"}, "generation_config.json: .*list"),
-    ({"generation_config.json": '{"max_new_tokens": "x"}'}, "generation_config.json: '<='"),
 ]  # fmt: skip
 
 
@@ -265,9 +263,8 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 @pytest.mark.parametrize("other", [False, True], ids=["equal", "other"])
-def test_a_tied_head_in_the_files(other, good, tmp_path, monkeypatch):
+def test_a_tied_head_in_the_files(other, good, tmp_path):
     """Of other values it is kept, as transformers does; an equal one stays tied."""
-    monkeypatch.setattr("llm_demo.model.weights_files.COMPARED", 320)  # parts of ten rows
 
     def head(tensors):
         values = tensors[EMBEDDING].clone()
@@ -277,7 +274,7 @@ def test_a_tied_head_in_the_files(other, good, tmp_path, monkeypatch):
     folder, said = changed(good, tmp_path / "x", {"model.safetensors": head}), []
     config, weights = open_model(folder, 64, said.append)
     assert config.tie_word_embeddings == (not other)
-    assert weights.bytes_read == 0 and len(said) == other
+    assert len(said) == other
     true = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert (true.lm_head.weight is true.model.embed_tokens.weight) == (not other)
     lm = build(config, weights)
@@ -313,18 +310,6 @@ def test_weights_that_are_not_finite(bad, good, tmp_path):
     large = {NORM: torch.full((32,), 6e4, dtype=torch.float16)}  # only their sum is infinite
     folder = changed(good, tmp_path / "y", {"model.safetensors": lambda t: large})
     build(*open_model(folder, 64))
-
-
-def test_a_generation_config_that_transformers_does_not_save(good, tmp_path):
-    own = {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "eos_token_id": 2}
-    files = {"generation_config.json": json.dumps(own | {"pad_token_id": -1, "max_length": 9})}
-    folder = changed(good, tmp_path / "x", files)
-    config, _, tokenizer, notes = opened(folder)
-    shown = "pad_token_id -1, temperature 0.6, top_p 0.9"
-    assert notes == [f"generation_config.json: without {shown}, which transformers refuses"]
-    assert describe(folder, tmp_path / "out", tokenizer, config) == notes
-    saved = json.loads((tmp_path / "out/generation_config.json").read_text())
-    assert saved["max_length"] == 9 and 2 in saved["eos_token_id"] and "top_p" not in saved
 
 
 @pytest.mark.slow

@@ -333,7 +333,6 @@ def test_random_models_have_zero_biases():
 
 BAD = {
     "num_experts_per_tok 9 does not choose from 8 experts": {"num_experts_per_tok": 9},
-    "n_routed_experts 0 is not a positive number": {"n_routed_experts": 0},
     "n_group 3 does not divide 8 experts into groups of at least 2": {"n_group": 3},
     "n_group 8 does not divide 8 experts into groups": {"n_group": 8, "topk_group": 2},
     "topk_group 5 of n_group 4 has too few experts to choose 2 from": {"topk_group": 5},
@@ -343,14 +342,8 @@ BAD = {
     "scoring_func softmax is not supported, only sigmoid": {"scoring_func": "softmax"},
     "topk_method greedy is not supported, only noaux_tc": {"topk_method": "greedy"},
     "moe_layer_freq 2 is not supported, only 1": {"moe_layer_freq": 2},
-    "n_shared_experts 0: at least 1": {"n_shared_experts": 0},
     "num_key_value_heads differs from num_attention_heads": {"num_key_value_heads": 2},
     "config.json: .*not supported between": {"first_k_dense_replace": None},
-    "moe_intermediate_size 0 is not a positive number": {"moe_intermediate_size": 0},
-    "kv_lora_rank 0 is not a positive number": {"kv_lora_rank": 0},
-    "qk_nope_head_dim 0 is not a positive number": {"qk_nope_head_dim": 0},
-    "(qk_rope_head_dim|head_dim) 0 is not a positive number": {"qk_rope_head_dim": 0},
-    "qk_rope_head_dim 7 is odd, and can't be rotated": {"qk_rope_head_dim": 7},
     "no block has experts": {"first_k_dense_replace": 4},
     r"weights are quantized in a way that is not read \(quant_method fp8\)": {
         "quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 128]},
@@ -360,9 +353,6 @@ BAD = {
 
 OTHERS = [  # of Qwen's
     ("qwen2", {"num_experts": 1}, "num_experts_per_tok 2 does not choose from 1 experts"),
-    ("qwen2", {"shared_expert_intermediate_size": 0},
-     "shared_expert_intermediate_size 0 is not a positive number"),
-    ("qwen2", {"num_experts": 1 << 40}, "num_experts 1099511627776 is not a positive number of at"),
     ("qwen3", {"num_experts_per_tok": 7}, "num_experts_per_tok 7 does not choose from 6 experts"),
     ("qwen3", {"mlp_only_layers": [0, 1, 2, 3]}, "no block has experts"),
     ("qwen3", {"decoder_sparse_step": 5}, "no block has experts"),

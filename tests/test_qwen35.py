@@ -347,24 +347,15 @@ def test_a_run_goes_on_in_another_script(work, tmp_path):
 
 # ---------------------------------------------------------------- what is refused
 
-ROPE = {"rope_type": "default", "rope_theta": 1e4}
 WRONG = [
     ({"layer_types": ["sliding_attention"] * 4}, "layer_types: sliding_attention is not supported"),
-    ({"layer_types": ["linear_attention"] * 3}, "layer_types has 3 of 4 blocks"),
     ({"linear_num_value_heads": 3}, "3 is not a multiple of 2 key heads"),
-    ({"linear_key_head_dim": 0}, "linear_key_head_dim 0 is not a positive number"),
     ({"hidden_act": "gelu"}, "hidden_act gelu"),
     ({"attn_output_gate": False}, "attn_output_gate false is not supported"),
-    *(({"rope_parameters": ROPE | {"mrope_section": section}},
-       f"mrope_section {section} in rope_parameters is not three") for section in (None, [1], "x")),
-]  # fmt: skip
+]
 WRONG_EXPERTS = [
-    ({"layer_types": ["linear_attention"] * 3}, "layer_types has 3 of 4 blocks"),
-    ({"num_experts": 0}, "num_experts 0 is not a positive number"),
     ({"num_experts": None}, "num_experts_per_tok 2 does not choose from 0 experts"),
     ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 does not choose from 8 experts"),
-    ({"moe_intermediate_size": "32"}, "moe_intermediate_size 32 is not a positive number"),
-    ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size 0 is not a positive"),
     ({"norm_topk_prob": False}, "norm_topk_prob False is not supported, only True"),
     ({"decoder_sparse_step": 2}, "decoder_sparse_step 2 is not supported, only 1"),
     ({"mlp_only_layers": [0]}, "mlp_only_layers [0] is not supported, only []"),

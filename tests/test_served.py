@@ -1,7 +1,6 @@
 """What a run measures is what it serves: held-out answers, chat and transformers agree."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -92,6 +91,5 @@ def test_answers_are_those_that_were_measured(
     assert said.out.splitlines() == ANSWERS, said.err
 
     flags = "--models run/hf --data x.jsonl --seq_len 64".split()
-    monkeypatch.setattr(sys, "argv", ["evaluate", *flags])
-    evaluate.main()
+    evaluate.main(flags)
     assert "| 100.0% |" in capsys.readouterr().out

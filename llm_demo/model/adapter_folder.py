@@ -19,7 +19,6 @@ from llm_demo.machine.text import blame
 ENTRIES = {
     "r",
     "lora_alpha",
-    "use_rslora",
     "target_modules",
     "target_parameters",
     "lora_dropout",
@@ -39,6 +38,7 @@ ALLOWED = {  # others of its keys; what is in none of these tables may only be o
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", None),
     "bias": ("none",),
+    "use_rslora": (True, False, None),
     # not those that change the base's weights too, or freeze a factor
     "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
 }
@@ -55,9 +55,7 @@ class Adapter(NamedTuple):
     folder: Path
     rank: int
     alpha: float  # products are scaled by this / rank, with use_rslora too
-    dropout: float
     targets: frozenset[str]  # what has factors; of experts, the names of their fused matrices
-    modules: str | list[str] | None  # target_modules: a regular expression, or ends of names
     tensors: tuple[str, ...]  # names in the file
     base: str  # name of the base, "" if none is given
     made_for: str  # base_digest of it, "" unless this project's export has noted it
@@ -66,16 +64,6 @@ class Adapter(NamedTuple):
     @property
     def file(self) -> Path:
         return self.folder / "adapter_model.safetensors"
-
-    def aims_at(self, module: str) -> bool:
-        """Whether target_modules means this module, as in peft. Raises UserError for a text that is
-        no regular expression."""
-        if self.modules in (None, "all-linear"):
-            return True
-        if isinstance(self.modules, list):
-            return any(f".{module}".endswith(f".{name}") for name in self.modules)
-        with blame(f"{self.folder}/adapter_config.json: target_modules as a regular expression"):
-            return bool(re.fullmatch(self.modules, module))
 
 
 def open_adapter(name: str) -> Adapter:
@@ -92,19 +80,22 @@ def open_adapter(name: str) -> Adapter:
         config = json.loads(read_text(file))
         for problem in problems_of_adapter(config):
             raise ValueError(problem)
+        rank, alpha = config["r"], float(config["lora_alpha"])
+        if type(rank) is not int or not 0 < rank <= 1 << 16 or not 0 < alpha < math.inf:
+            raise ValueError(f"r {rank} and lora_alpha {alpha} are not positive numbers")
+        if config.get("use_rslora"):
+            alpha *= math.sqrt(rank)
+        experts = [ending(name) for name in config.get("target_parameters") or ()]
     tensors, metadata = header_of(folder)
     matches = [FACTOR.fullmatch(name) for name in tensors]
     ends = {match[1] for match in matches if match}
     if "experts" in ends:  # their factors do not name the matrix
-        ends |= {ending(name) for name in config.get("target_parameters") or ()}
-    rank, alpha = config["r"], float(config["lora_alpha"])
+        ends.update(experts)
     return Adapter(
         folder=folder,
         rank=rank,
-        alpha=alpha * math.sqrt(rank) if config.get("use_rslora") else alpha,
-        dropout=config.get("lora_dropout") or 0.0,
+        alpha=alpha,
         targets=frozenset(ends - {"experts"}),
-        modules=config.get("target_modules"),
         tensors=tensors,
         base=config.get("base_model_name_or_path") or "",
         made_for=metadata.get(BASE, ""),
@@ -126,27 +117,6 @@ def problems_of_adapter(config: dict) -> Iterator[str]:
                 f"{key} {json.dumps(value)[:80]} can't be applied exactly: merge the adapter "
                 "into its base with peft's merge_and_unload, and use that model"
             )
-    rank, alpha, dropout = map(config.get, ("r", "lora_alpha", "lora_dropout"))
-    modules, parameters = config.get("target_modules"), config.get("target_parameters")
-    base = config.get("base_model_name_or_path")
-    fits = {
-        "peft_type": config.get("peft_type") is not None,
-        "r": type(rank) is int and 0 < rank <= 1 << 16,
-        "lora_alpha": type(alpha) in (int, float) and 0 < alpha <= 1e9,
-        "use_rslora": config.get("use_rslora") in (True, False, None),
-        "lora_dropout": dropout is None or type(dropout) in (int, float) and 0 <= dropout < 1,
-        "target_modules": isinstance(modules, str) or _names(modules),
-        "target_parameters": _names(parameters),
-        "base_model_name_or_path": isinstance(base, str | None),
-    }
-    for key, right in fits.items():
-        if not right:
-            yield f"invalid {key}: {json.dumps(config.get(key))[:80]}"
-
-
-def _names(value) -> bool:
-    """Whether this is a list of names, or None."""
-    return value is None or isinstance(value, list) and all(isinstance(x, str) for x in value)
 
 
 def header_of(folder: Path) -> tuple[tuple[str, ...], dict[str, str]]:

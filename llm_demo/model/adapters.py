@@ -3,7 +3,6 @@
 import functools
 import importlib.util
 import math
-import re
 from collections.abc import Callable, Container
 
 import torch
@@ -16,7 +15,7 @@ from llm_demo.data.labels import stop_tokens
 from llm_demo.machine.device import drawn_on
 from llm_demo.machine.dist import from_rank0, same_on_all_nodes
 from llm_demo.machine.text import short
-from llm_demo.model.adapter_folder import Adapter, ending, open_adapter
+from llm_demo.model.adapter_folder import Adapter, open_adapter
 from llm_demo.model.costs import experts_of, parameters_of
 from llm_demo.model.families import TEXT_PREFIX
 from llm_demo.model.weights_files import Weights, base_digest, identity_of
@@ -25,8 +24,6 @@ from llm_demo.options.lora import Lora, matrices_of, target_of
 
 ALL = "all-linear"  # of --lora_targets; PEFT's name for it
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# of a factor, in PEFT's files
-FACTOR_NAME = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")
 
 
 def decide_lora(args, world: World, source, dtype: str) -> tuple[Lora, list[str]]:
@@ -107,8 +104,6 @@ def start_of(adapter: Adapter, targets: str, config) -> dict:
         {name: tuple(t.shape) for name, t in zip(of_file, held.values(), strict=True)},
         implied_by=f"rank {adapter.rank} and this model imply",
     )
-    dense = [name for name in of_file if ".experts." not in name]
-    refuse_other_targets(adapter, names=names, here=here, factors=dense)
     asked = names if targets == ALL else [name.strip() for name in targets.split(",")]
     if {*asked} != {*here}:
         raise UserError(
@@ -126,24 +121,6 @@ def start_of(adapter: Adapter, targets: str, config) -> dict:
     return {"start": start, "read": read}
 
 
-def refuse_other_targets(
-    adapter: Adapter, names: list[str], here: list[str], factors: list[str]
-) -> None:
-    """Raise UserError if target_modules does not mean what has factors. names: of what can have
-    adapters; here: of what has; factors: their names, but of experts."""
-    file = f"{adapter.folder}/adapter_config.json"
-    listed = adapter.modules if isinstance(adapter.modules, list) else []
-    for name in map(ending, listed):
-        if name in names and name not in here:
-            raise UserError(f"{file}: target_modules has {name}, of which there is no factor")
-    for factor in factors:
-        module = FACTOR_NAME.fullmatch(factor)[1]
-        if not adapter.aims_at(module):
-            raise UserError(
-                f"{file}: target_modules leaves out {module}, of which there is a factor"
-            )
-
-
 def origin(adapter: Adapter, args, base: dict) -> list[str]:
     """What the log says of adapters that are trained on. base: identity of the model."""
     made_for = f", made for {adapter.base}" if adapter.base else ""
@@ -158,18 +135,13 @@ def origin(adapter: Adapter, args, base: dict) -> list[str]:
             f"warning: {adapter.folder} was trained over a base in {adapter.bits} bits, here it is "
             f"in {args.base_bits}: its values differ"
         )
-    if adapter.dropout != args.lora_dropout:
-        lines.append(
-            f"adapters: --lora_dropout {args.lora_dropout:g}; adapter_config.json has "
-            f"{adapter.dropout:g}, which is not taken over"
-        )
     return lines
 
 
 def choose_lora(args, config, base: dict, packed: Container[str] | None = None) -> Lora:
     """What the flags mean for a model. config: from transformers. packed: names of the weights that
-    its files have in 4 bits, if any. Raises UserError for names that it lacks, a rank larger than
-    all matrices, and dropout with experts."""
+    its files have in 4 bits, if any. Raises UserError for names that it lacks, and for dropout with
+    experts."""
     shapes = matrices_in(config)
     names = list(dict.fromkeys(map(target_of, shapes)))
     asked = names
@@ -188,13 +160,6 @@ def choose_lora(args, config, base: dict, packed: Container[str] | None = None) 
         raise UserError(
             "--lora_dropout does not work with adapters on experts, for which PEFT has no dropout: "
             f"drop it, or adapt attention alone: --lora_targets {others}"
-        )
-    adapted = {name: shape[-2:] for name, shape in shapes.items() if target_of(name) in targets}
-    widest = max(adapted, key=lambda name: min(adapted[name]))
-    if args.lora_rank > min(adapted[widest]):  # of narrower ones it is larger, as in PEFT
-        raise UserError(
-            f"--lora_rank {args.lora_rank} is larger than a side of each adapted matrix, such as "
-            f"{widest.removesuffix('.weight')} ({' x '.join(map(str, adapted[widest]))})"
         )
     lora = Lora(args.lora_rank, args.lora_alpha, args.lora_dropout, targets, 0, base)
     sizes = {name: math.prod(shape) for name, shape in factors_of(lora.facts(), shapes).items()}

@@ -16,7 +16,7 @@ from llm_demo.machine.cache import build, verified
 from llm_demo.machine.device import dtype_name
 from llm_demo.machine.dist import once_per_node, same_on_all_nodes
 from llm_demo.machine.files import cache_folder, hash_of
-from llm_demo.machine.text import layer_kinds, progress, words_of
+from llm_demo.machine.text import blame, layer_kinds, progress
 from llm_demo.model.weights_files import fingerprint, weights_in
 from llm_demo.options.four_bits import BLOCK
 from llm_demo.options.four_bits_library import DOUBLE, library
@@ -75,15 +75,11 @@ def find_or_build(folder: Path, make: Callable, say: Callable) -> dict[str, str]
     if folder.is_dir():
         try:
             return verified(str(folder))
-        except PermissionError as e:
-            raise UserError(f"{e}: set LLM_DEMO_CACHE to a folder of yours") from e
         except (OSError, ValueError) as e:
             say(f"base: the cached {folder} is damaged ({e}); rebuilding it")
     build(str(folder), make)
-    try:
+    with blame(f"{folder} is damaged, delete it", OSError, ValueError):
         return verified(str(folder))
-    except (OSError, ValueError) as e:
-        raise UserError(f"{folder} is damaged ({e}): delete it") from e
 
 
 def quantise(source, seed: int, device: torch.device, folder: str) -> None:
@@ -97,10 +93,8 @@ def quantise(source, seed: int, device: torch.device, folder: str) -> None:
         for path, layer in block.named_modules(prefix=name):
             if type(layer) is nn.Linear and layer.in_features % BLOCK == 0:
                 values = layer.weight.detach().contiguous()
-                try:
+                with blame(f"bitsandbytes can't quantise {path}", RuntimeError):
                     numbers, state = functional.quantize_4bit(values, **DOUBLE)
-                except RuntimeError as e:  # of its own library, or out of memory
-                    raise UserError(f"bitsandbytes can't quantise {path}: {words_of(e)}") from e
                 tensors[f"{path}.weight"] = numbers.cpu().contiguous()
                 for part, t in state.as_dict(packed=True).items():
                     tensors[f"{path}.weight.{part}"] = t.cpu().contiguous()

@@ -18,7 +18,7 @@ Qwen3's releases have scales in bf16).
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -200,8 +200,6 @@ def _restores(w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 STATE = ".quant_state.bitsandbytes__"
 PARTS_OF_4_BITS = (".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map")
 BESIDE = (*PARTS_OF_4_BITS, f"{STATE}nf4")  # what a weight in 4 bits has beside it
-# their types
-KINDS = dict(zip(("", *PARTS_OF_4_BITS), ("U8", "U8", "F32", "F32", "F32"), strict=True))
 
 
 class Stored(NamedTuple):
@@ -212,36 +210,14 @@ class Stored(NamedTuple):
 
 
 def four_bits_of(
-    sizes: dict[str, tuple],
-    kinds: dict[str, str],
-    read: Callable[[str], torch.Tensor],
-    folder: Path,
+    names: Iterable[str], read: Callable[[str], torch.Tensor], folder: Path
 ) -> dict[str, Stored]:
-    """{weight: Stored} of files. sizes, kinds: {name: shape, type} of all tensors; read(name) ->
-    one. Raises UserError naming a tensor that is missing or is of another kind."""
+    """{weight: Stored} of files. names: of all tensors; read(name) -> one. Raises UserError for
+    what is not read."""
     found = {}
-    for state in sorted(name for name in sizes if STATE in name):
-        name = state.partition(STATE)[0]
-        for part, kind in KINDS.items():
-            if name + part not in sizes:
-                raise UserError(f"{folder}: {name} is in 4 bits, but {name}{part} is missing")
-            if kinds[name + part] != kind:
-                raise UserError(
-                    f"{folder}: {name}{part} is of type {kinds[name + part]}, not {kind}"
-                )
+    for state in sorted(name for name in names if STATE in name):
         with blame(f"{folder}: {state}"):
-            found[name] = _stored(state, read)
-        from llm_demo.options.four_bits_library import library, need_library
-
-        need_library()
-        levels = {
-            ".quant_map": library().get_4bit_type("nf4", "cpu"),
-            ".nested_quant_map": library().create_dynamic_map(),
-        }
-        for part, known in levels.items():
-            values = read(name + part).flatten()
-            if values.shape != known.shape or not torch.allclose(values, known, atol=1e-6):
-                raise UserError(f"{folder}: {name}{part} has other levels than bitsandbytes'")
+            found[state.partition(STATE)[0]] = _stored(state, read)
     return found
 
 
@@ -269,14 +245,14 @@ def packed(
     from llm_demo.options import four_bits
     from llm_demo.options.four_bits_library import pack
 
-    group, *levels = (read(name + part).flatten() for part in PARTS_OF_4_BITS[1:])
-    scales = torch.cat([group, torch.tensor([stored.offset]), *levels])
-    if not scales.isfinite().all():
-        raise UserError(f"{name}: its scales are not finite (NaN or infinity): give another copy")
     N, K = stored.shape
     with blame(f"{name} of shape {[N, K]} in 4 bits"):
-        if len(group) != four_bits.scales_of(N, K):
-            raise ValueError(f"it has {len(group):,} scales of scales")
+        group, *levels = (read(name + part).flatten() for part in PARTS_OF_4_BITS[1:])
+        scales = torch.cat([group, torch.tensor([stored.offset]), *levels])
+        if len(scales) != four_bits.scales_of(N, K) + four_bits.TABLES:
+            raise ValueError(f"it has {len(scales):,} scales of scales and levels")
+        if not scales.isfinite().all():
+            raise ValueError("its scales are not finite (NaN or infinity): give another copy")
         numbers = read(name).reshape(N, K // 2)
         absmax = read(f"{name}.absmax").reshape(N, K // four_bits.BLOCK)
     return pack(numbers, absmax, stored.shape), scales

@@ -3,7 +3,6 @@
 import copy
 import functools
 import json
-import re
 import shutil
 import sys
 import tempfile
@@ -107,7 +106,7 @@ def open_model(
     weights = open_weights(folder) if with_weights else None
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     if weights and config.tie_word_embeddings and {head, embedding} <= weights.shapes.keys():
-        if not weights.equal(head, embedding):
+        if not torch.equal(weights.read(head).float(), weights.read(embedding).float()):
             config.tie_word_embeddings = False
             say(
                 f"model: {folder}/config.json ties the head to the embedding, but the weights hold "
@@ -161,7 +160,6 @@ def describe(model: Path, out: Path, tokenizer, config=None, dtype=torch.bfloat1
     """Write all that an export holds besides weights and model card: tokenizer, chat template and,
     for a whole model, configurations. Returns lines for the log. model: the model/ folder of a run.
     config: the model's; None for adapters. Raises UserError."""
-    notes = []
     if config:
         config.dtype = dtype
         for name in ("num_mtp_layers", "mtp_num_hidden_layers"):  # neither trained nor written
@@ -171,19 +169,18 @@ def describe(model: Path, out: Path, tokenizer, config=None, dtype=torch.bfloat1
             config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
         config.save_pretrained(out)
         describe_for_version_4(out)
-        generation, notes = generation_config(model, tokenizer)
-        generation.save_pretrained(out)
+        write_json(out / "generation_config.json", generation_config(model, tokenizer), indent=2)
     tokenizer.save_pretrained(out)
     name_tokenizer_for_version_4(out)
     if config and not same_ids(
         tokenizer.backend_tokenizer, AutoTokenizer.from_pretrained(out, trust_remote_code=False)
     ):
-        notes.append(
+        return [
             "warning: transformers' AutoTokenizer ignores rules of tokenizer.json for "
             f"{config.model_type} models, so it splits text otherwise than in training: load the "
             "export's tokenizer with PreTrainedTokenizerFast.from_pretrained"
-        )
-    return notes
+        ]
+    return []
 
 
 def try_describe(model: Path, tokenizer, config) -> list[str]:
@@ -231,36 +228,18 @@ def name_tokenizer_for_version_4(folder: Path) -> None:
     write_json(folder / "tokenizer_config.json", config, indent=2)
 
 
-def generation_config(folder: Path, tokenizer) -> tuple[GenerationConfig, list[str]]:
-    """(the model's own, with the stop tokens of its training data added, lines for the log). A base
-    model knows only the end of a text, not of an assistant's turn. Keys that transformers does not
-    save, such as a temperature without do_sample, are dropped. Raises UserError."""
-    config, notes = GenerationConfig(), []
-    if (folder / "generation_config.json").is_file():
-        with blame(folder / "generation_config.json"):
-            config = GenerationConfig.from_pretrained(folder)
-            refused = unsaved_keys(config)
-        if refused:
-            shown = ", ".join(f"{key} {value}" for key, value in refused.items())
-            notes.append(f"generation_config.json: without {shown}, which transformers refuses")
-    ends = config.eos_token_id
+def generation_config(folder: Path, tokenizer) -> dict:
+    """The model's generation_config.json, with the stop tokens of its training data added. A base
+    model knows only the end of a text, not of an assistant's turn. Raises UserError."""
+    config, file = {}, folder / "generation_config.json"
+    with blame(file):
+        if file.is_file():
+            config = json.loads(file.read_text("utf-8"))
+        ends = config.get("eos_token_id")
     if not isinstance(ends, list):
         ends = [] if ends is None else [ends]
-    config.eos_token_id = list(dict.fromkeys([*ends, *stop_tokens(tokenizer)])) or None
-    return config, notes
-
-
-def unsaved_keys(config: GenerationConfig) -> dict:
-    """{key: value} of what transformers would not save, which is removed. Raises what it raises."""
-    try:
-        config.validate(strict=True)
-        return {}
-    except ValueError as e:
-        refused = re.findall(r"^- `(\w+)`", str(e), re.M)
-    values = {key: getattr(config, key) for key in refused}
-    config.update(**dict.fromkeys(refused))
-    config.validate(strict=True)
-    return values
+    ends = list(dict.fromkeys([*ends, *stop_tokens(tokenizer)]))
+    return config | {"eos_token_id": ends or None}
 
 
 def load_model(name: str, folder: Path, config, dtype: torch.dtype) -> PreTrainedModel:

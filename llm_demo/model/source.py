@@ -25,12 +25,13 @@ from llm_demo.data.labels import closes_reasoning, has_variable, writes_empty_bl
 from llm_demo.flags.parsing import template_variables
 from llm_demo.machine.process import regular
 from llm_demo.machine.text import blame
-from llm_demo.model.check_config import ANY_LENGTH, odd_sizes, problems_of
+from llm_demo.model.check_config import ANY_LENGTH, problems_of
 from llm_demo.model.families import FAMILIES
 from llm_demo.model.local_model import FILES, find_here, refuse_adapter, refuse_pointers
 from llm_demo.model.positions import position_limit
 from llm_demo.model.weights_files import open_weights
 
+MOST_BLOCKS = 1 << 12
 # Without any of them transformers creates an empty tokenizer from config.json.
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -82,8 +83,8 @@ def load_config(folder: Path, max_len: int, weights_elsewhere: bool = False):
     with blame(folder / "config.json"):
         raw = json.loads((folder / "config.json").read_text("utf-8"))
         blocks = (raw.get("text_config") or raw).get("num_hidden_layers")
-        for problem in odd_sizes({"num_hidden_layers": blocks}):
-            raise ValueError(problem)  # transformers makes a list of them
+        if blocks not in range(1, MOST_BLOCKS):  # transformers makes a list of them
+            raise ValueError(f"num_hidden_layers {blocks!r} is not from 1 to {MOST_BLOCKS}")
         config = text_part(read_config(folder))
         if config.model_type not in FAMILIES:
             known = ", ".join(FAMILIES)

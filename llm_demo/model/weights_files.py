@@ -8,11 +8,12 @@ Qwen3.5 as published, all experts of a block are fused. All other tensors have o
     ….mlp.experts.down_proj    [E, H, I]    ….mlp.experts.e.down_proj.weight [H, I]"""
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,8 +32,13 @@ from llm_demo.model.local_model import refuse_deepspeed
 SAMPLE = 4096  # bytes at the beginning, the middle and the end of a tensor
 EXTRA = "eh_proj.weight"  # only layers of multi-token prediction have it
 ROTARY = "rotary_emb.inv_freq"  # config.json implies these
-FLOATS = ("F64", "F32", "F16", "BF16")
-COMPARED = 1 << 24  # elements of two tensors that are compared at once
+# by safetensors' names
+FLOATS = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
 EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
@@ -131,28 +137,29 @@ class Weights:
                 del self.files[name]
         self.ignored += [n for n in self.files if n.endswith(ROTARY)]
         self.bytes_read = 0
-        self.stored, kinds = {}, {}
+        self.stored, self.kinds = {}, {}
         for file in sorted(set(self.files.values())):
             with _open(file) as opened:
                 self.ignored += sorted({text_name(n) for n in opened.keys()} - {*named})
                 for name in self._names_in(file):
                     tensor = opened.get_slice(self.names[name])
                     self.stored[name] = tuple(tensor.get_shape())
-                    kinds[name] = tensor.get_dtype()
+                    self.kinds[name] = tensor.get_dtype()
         self.bytes = sum(file.stat().st_size for file in set(self.files.values()))
-        fp8 = [name for name, kind in kinds.items() if kind == low_bits.SAFETENSORS_E4M3]
+        fp8 = [name for name, kind in self.kinds.items() if kind == low_bits.SAFETENSORS_E4M3]
         self.scales = low_bits.scales_of(fp8, self.stored, folder)
         for scales in self.scales.values():
             del self.stored[scales]
-        self.packed = low_bits.four_bits_of(self.stored, kinds, self._whole, folder)
+        self.packed = low_bits.four_bits_of(self.stored, self._whole, folder)
         for name, weight in self.packed.items():
             for part in low_bits.BESIDE:
-                del self.stored[name + part], kinds[name + part]
-            self.stored[name], kinds[name] = weight.shape, low_bits.SAFETENSORS_E4M3
-        for name, kind in kinds.items():
-            if kind not in (*FLOATS, low_bits.SAFETENSORS_E4M3):
+                self.stored.pop(name + part, None)
+            self.stored[name] = weight.shape
+        plain = {*self.stored, *self.scales.values()} - {*self.scales, *self.packed}
+        for name in sorted(plain):
+            if self.kinds[name] not in FLOATS:
                 raise UserError(
-                    f"{self.files[name]}: {name} is of type {kind}, not one of "
+                    f"{self.files[name]}: {name} is of type {self.kinds[name]}, not one of "
                     f"{', '.join(FLOATS)}: give a copy of the model in bf16"
                 )
         self.shapes = in_memory(self.stored)
@@ -181,17 +188,6 @@ class Weights:
                     f"{list(wanted[name])}"
                 )
 
-    def equal(self, a: str, b: str) -> bool:
-        """Whether two matrices have the same values. Reads a few rows of both at a time."""
-        shape, bytes_read = self.shapes[a], self.bytes_read
-        if shape != self.shapes[b] or len(shape) != 2:
-            return False
-        step = max(1, COMPARED // max(1, shape[1]))
-        parts = [(slice(i, i + step),) for i in range(0, shape[0], step)]
-        same = all(torch.equal(self.read(a, p).float(), self.read(b, p).float()) for p in parts)
-        self.bytes_read = bytes_read  # of what is loaded
-        return same
-
     def digest(self) -> str:
         """A digest of the tensors' names, dtypes, shapes and of samples of their values, whichever
         files they are in. Reading all values would take minutes for a large model."""
@@ -216,10 +212,10 @@ class Weights:
             from llm_demo.options.four_bits import values_of
 
             return values_of(*weight, shape[1], torch.float32)[part]
-        if name in self.files:
-            with _open(self.files[name]) as opened:
-                return self._part(opened, name, part)
-        return self._fuse(name, part)
+        with self._reader() as read:
+            if name in self.files:
+                return self._values(read, name, part)
+            return self._fuse(read, name, part)
 
     def read_packed(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """(the bytes of a weight in 4 bits, its scales), as options.four_bits has them."""
@@ -227,46 +223,56 @@ class Weights:
 
     def _whole(self, name: str) -> torch.Tensor:
         """A tensor of the files as it is."""
-        with _open(self.files[name]) as opened:
-            values = opened.get_tensor(self.names[name])
-        self.bytes_read += values.nbytes
-        return values
+        with self._reader() as read:
+            return read(name, (slice(None),))
 
-    def _part(self, opened, name: str, part: tuple[slice, ...]) -> torch.Tensor:
-        """As `read`, of a tensor of an open file."""
-        values = opened.get_slice(self.names[name])[part]
-        self.bytes_read += values.nbytes
+    @contextlib.contextmanager
+    def _reader(self):
+        """A function(name, part) that returns this part of a tensor of the files as it is. Each
+        file is opened once, which takes ms if it has many tensors."""
+        with contextlib.ExitStack() as stack:
+
+            @functools.cache
+            def opened(file: Path):
+                return stack.enter_context(safe_open(regular(file), "pt"))
+
+            def read(name: str, part: tuple[slice, ...]) -> torch.Tensor:
+                file = self.files[name]
+                with blame(file, OSError, SafetensorError):
+                    values = opened(file).get_slice(self.names[name])[part]
+                self.bytes_read += values.nbytes
+                return values
+
+            yield read
+
+    def _values(self, read: Callable, name: str, part: tuple[slice, ...]) -> torch.Tensor:
+        """As `read`, of a tensor that is in the files."""
+        values = read(name, part)
         if name not in self.scales:
             return values
-        scales = self.scales[name]
-        here = self.files[scales] == self.files[name]  # opening a file of many tensors takes ms
-        with contextlib.nullcontext(opened) if here else _open(self.files[scales]) as other:
-            scales = other.get_tensor(self.names[scales])
-        self.bytes_read += scales.nbytes
+        scales = read(self.scales[name], (slice(None),))
         return low_bits.dequantised(values, scales, part, self.stored[name])
 
-    def _fuse(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
+    def _fuse(self, read: Callable, name: str, part: tuple[slice, ...]) -> torch.Tensor:
         """The selected experts' rows and columns, of which alone the files are read."""
         shape = self.shapes[name]
         part = (*part, slice(None), slice(None))
         experts, rows, columns = (range(n)[s] for n, s in zip(shape, part, strict=False))
         chosen = [m for m in matrices(name, shape) if m.expert in experts]
-        fp8 = any(m.name in self.scales for m in chosen)
-        values = None
-        for file in dict.fromkeys(self.files[m.name] for m in chosen):
-            with _open(file) as opened:
-                for m in chosen:
-                    first, end = max(rows.start, m.rows.start), min(rows.stop, m.rows.stop)
-                    if self.files[m.name] != file or first >= end:
-                        continue
-                    of_matrix = slice(first - m.rows.start, end - m.rows.start)
-                    across = slice(columns.start, columns.stop)
-                    piece = self._part(opened, m.name, (of_matrix, across))
-                    if values is None:
-                        size = len(experts), len(rows), len(columns)
-                        values = torch.empty(size, dtype=torch.float32 if fp8 else piece.dtype)
-                    values[m.expert - experts.start, first - rows.start : end - rows.start] = piece
-        return torch.empty(len(experts), len(rows), len(columns)) if values is None else values
+        dtype = torch.float32
+        if chosen and not any(m.name in self.scales for m in chosen):
+            dtype = FLOATS[self.kinds[chosen[0].name]]
+        values = torch.empty(len(experts), len(rows), len(columns), dtype=dtype)
+        for m in chosen:
+            first, end = max(rows.start, m.rows.start), min(rows.stop, m.rows.stop)
+            if first < end:
+                of_matrix = slice(first - m.rows.start, end - m.rows.start)
+                across = slice(columns.start, columns.stop)
+                at = slice(first - rows.start, end - rows.start)
+                values[m.expert - experts.start, at] = self._values(
+                    read, m.name, (of_matrix, across)
+                )
+        return values
 
 
 def open_weights(folder: Path) -> Weights | None:
@@ -352,31 +358,19 @@ def refuse_other_adapters(path: Path, before: dict | None, now: dict | None) -> 
         )
     if not now:
         return
-    bits = [of["base"].get("bits", 16) for of in (before, now)]
-    if bits[0] != bits[1]:
-        raise UserError(
-            f"{path} holds adapters over a base in {bits[0]} bits: "
-            f"{'add' if bits[0] == 4 else 'drop'} --base_bits 4"
-        )
-    # the values of 4 bits are compared once they are there
-    bases = [{k: v for k, v in of["base"].items() if k != "values"} for of in (before, now)]
-    if not same_base(*bases):
-        changes = "; ".join(differences(*bases))
-        raise UserError(f"{path} holds adapters of another base: {changes}")
-    same = ("rank", "alpha", "targets")
-    if changes := differences({k: before[k] for k in same}, {k: now[k] for k in same}):
-        hint = ""
-        if before["targets"] != now["targets"]:
-            hint = f"; to resume them: --lora_targets {','.join(before['targets'])}"
-        raise UserError(f"{path} holds other adapters: {'; '.join(changes)}{hint}")
+    compared = []
+    for facts in (before, now):
+        # the values of 4 bits are compared once they are there
+        base = {k: v for k, v in facts["base"].items() if k not in ("path", "values")}
+        compared.append({k: facts[k] for k in ("rank", "alpha", "targets")} | {"base": base})
+    changes = differences(*compared)
+    if changes:
+        raise UserError(f"{path} holds other adapters: {'; '.join(changes)}")
 
 
 def not_started(before, now: dict) -> str:
     """What a resumed run says of --adapter. before: the checkpoint's `start`, if any; now: its."""
     text = f"resume: adapters continue from the checkpoint, not from {now['path']}"
-    match before:
-        case {"path": path, "values": values} if values != now["values"]:
-            return f"{text}: they started from other values, of {path}"
-        case {"values": _}:
-            return f"{text}, where they started"
-    return f"{text}: they started without --adapter"
+    if isinstance(before, dict) and before.get("values") == now["values"]:
+        return f"{text}, where they started"
+    return f"{text}: they started from other values"
