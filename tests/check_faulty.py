@@ -1,9 +1,9 @@
-"""The experiments of llm_demo.check for a group of three processes, with faults in groups whose
-last process does something wrong: $FAULTS maps a group as "(0, 1)" to send, all_reduce or die."""
+"""The experiments of llm_demo.check with a fault of the machine in the second process of a pair:
+$FAULT is send or all_reduce, which then get values of one call wrong, die, or hang."""
 
-import json
 import os
 import signal
+import time
 
 import torch
 import torch.distributed as dist
@@ -11,31 +11,28 @@ import torch.distributed as dist
 from llm_demo.check import experiments
 from llm_demo.check.processes import serve
 
-faults, calls, real = json.loads(os.environ["FAULTS"]), [], {}
+FAULT = os.environ["FAULT"]
+calls = []
 
 
-def off_by_one(name, tensor, *args, **more):
-    """The real operation with its last value off by one, in the fourth call with whole numbers."""
-    if tensor.dtype == torch.int32:
-        calls.append(name)
-    wrong = calls.count(name) == 4 and tensor.dtype == torch.int32
-    tensor[-1] += wrong and name == "send"
-    real[name](tensor, *args, **more)
-    tensor[-1] += wrong and name == "all_reduce"
+def faulty(name, real):
+    def operation(tensor, *args, **more):
+        if dist.get_rank() == 1 and tensor.dtype == torch.int32:
+            calls.append(name)
+            if FAULT == "die":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            if FAULT == "hang":
+                time.sleep(600)
+        wrong = FAULT == name and calls.count(name) == 4
+        if wrong and name == "send":
+            tensor = tensor + 1
+        real(tensor, *args, **more)
+        if wrong and name == "all_reduce":
+            tensor[-1] += 1
 
-
-def group(members, rank, **more):
-    fault = faults.get(str(tuple(members))) if rank == len(members) - 1 else None
-    if fault == "die":
-        os.kill(os.getpid(), signal.SIGSEGV)
-    if fault:
-        real[fault] = getattr(dist, fault)
-        setattr(dist, fault, lambda *args, **kw: off_by_one(fault, *args, **kw))
-    answer = experiments.group(members=members, rank=rank, **more)
-    if real:
-        setattr(dist, *real.popitem())
-    return answer
+    return operation
 
 
 if __name__ == "__main__":
-    serve({"group": group})
+    dist.send, dist.all_reduce = faulty("send", dist.send), faulty("all_reduce", dist.all_reduce)
+    serve(experiments.TASKS)

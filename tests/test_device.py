@@ -80,8 +80,7 @@ def kernel(root, links, version=90008):
 def test_links_of_amd_cards_come_from_the_kernel(links, kind, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "")  # no vendor's tool
     kernel(tmp_path, links)
-    a, b = "0000:43:00.0", "0000:83:01.0"
-    assert devices.link_table(tmp_path) == {(a, b): kind, (b, a): kind}
+    assert devices.links.__wrapped__(tmp_path) == [kind]
 
 
 MI100 = ("AMD Instinct MI100", "gfx908", 120)

@@ -3,6 +3,7 @@
 Prints one line for each thing checked: ok, warning or error, and what to do about it. The exit code
 is 1 if there is an error, so that training can't work. docs/check.md explains every line."""
 
+import functools
 import itertools
 import json
 import os
@@ -10,113 +11,89 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
-from llm_demo.check import lines
-from llm_demo.check.lines import ERROR, OK, WARNING
-from llm_demo.check.processes import (
-    EXPERIMENTS,
-    LIMIT,
-    P2P_OFF,
-    Trial,
-    answers_of_all,
-    failure,
-    tool,
-    try_groups,
-)
+from llm_demo.check import lines, processes
+from llm_demo.check.lines import ERROR, OK, WARNING, failure
+from llm_demo.check.processes import P2P_OFF, tool
 from llm_demo.flags.parsing import PlainParser, local
 from llm_demo.machine.files import ROOT
 from llm_demo.machine.process import command
-from llm_demo.machine.text import words_of
+
+LIMIT = 30  # seconds for a pair, imports included
 
 
-def check(output_dir: str, tell: Callable, report=False, module=EXPERIMENTS, limit=LIMIT) -> dict:
+def check(
+    output_dir: str, tell: Callable, report: bool = False, module: str = processes.EXPERIMENTS
+) -> dict:
     """Run every check in order; tell(*lines) is called as soon as the next lines are known.
 
     report: also ask for PyTorch's report on versions and drivers. module: of the experiments.
-    limit: seconds for a group of processes. Returns what was measured, for --json."""
-    smi = tool("nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader")
-    if smi is None:
-        tell((ERROR, "driver", "nvidia-smi does not answer", "look at dmesg (xid, nvrm), reboot"))
+    Returns what was measured, for --json."""
+    drivers = tool("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    driver = drivers.partition("\n")[0]
     tell(lines.packages())
     with tempfile.TemporaryDirectory(prefix="llm_demo_check_") as folder:
         # a cache of its own: runs remember which attention has worked, and here it is tried again
-        start = partial(Trial, folder=folder, module=module, LLM_DEMO_CACHE=folder)
-        facts = {"torch": answers_of_all([start("torch_facts", {})])[0]}
-        tell(lines.torch_build(facts["torch"], smi or ""))
+        env = {"LLM_DEMO_CACHE": folder}
+        facts = {"torch": processes.answer("torch_facts", module, env)}
+        seen_by = "nvidia-smi" if driver else "/dev/kfd" if Path("/dev/kfd").exists() else ""
+        tell(lines.torch_build(facts["torch"], driver, seen_by))
         if report:  # what PyTorch asks for in every bug report
             facts["report"] = tool(sys.executable, "-m", "torch.utils.collect_env", limit=60)
         if "torch" in facts["torch"]:
-            experiments(facts, start, folder, tell, limit)
+            experiments(facts, tell, module, env)
     tell(lines.disk(output_dir))
     return facts
 
 
-def experiments(facts: dict, start: Callable, folder: str, tell: Callable, limit: float) -> None:
-    """What PyTorch can do here. start(task, arguments) -> Trial; the rest as in `check`."""
+def experiments(facts: dict, tell: Callable, module: str, env: dict) -> None:
+    """What PyTorch can do here. env: of the experiments' processes."""
     devices = facts["torch"]["devices"]
     if facts["torch"]["left_out"]:  # as the launcher does
         tell((OK, "gpus", facts["torch"]["left_out"], ""))
-        name, value = facts["torch"]["only"]
-        start = partial(start, **{name: value})
+        env = {**env, **dict([facts["torch"]["only"]])}
+    ask = functools.partial(processes.answer, module=module, env=env)
     if devices:
-        check_gpus(facts, start, folder, tell, limit)
+        check_gpus(facts, tell, ask)
     else:
-        result = try_groups([(0, 1)], "cpu", start, folder, limit)[0, 1]
-        facts["pairs"] = [{"pair": (0, 1), "result": result}]
-        tell(lines.group_line("pair", result))
-    facts["choices"] = answers_of_all([start("choices", {})])[0]
-    tell(*usable("attention", facts["choices"], tell).get("lines", ()))
+        facts["pairs"] = [{"pair": (0, 1), "result": ask("pair", devices=["cpu", "cpu"])}]
+        tell(lines.pair_line("pair", facts["pairs"][0]["result"]))
+    facts["choices"] = ask("choices")
+    tell(*lines.choice_lines(facts["choices"]))
     if devices:
-        dtype = facts["torch"]["dtype"]
-        trial = start("kernels", {"device": "cuda:0", "dtype": dtype})
-        facts["kernels"] = answers_of_all([trial])[0]
-        found = usable("kernels", facts["kernels"], tell)
-        if found:
-            tell(lines.kernel_line(found["fault"]), lines.host_line(found["launch_us"]))
+        facts["kernels"] = ask("kernels", device="cuda:0", dtype=facts["torch"]["dtype"])
+        tell(*lines.kernel_lines(facts["kernels"]))
 
 
-def usable(name: str, answer: dict, tell: Callable) -> dict:
-    """An experiment's answer; {} after a line about it if it failed."""
-    if "problem" not in answer:
-        return answer
-    tell((ERROR, name, f"could not be tried: {answer['problem']}", lines.REINSTALL))
-    return {}
-
-
-def check_gpus(facts: dict, start: Callable, folder: str, tell: Callable, limit: float) -> None:
-    """Each GPU alone, each pair, all together. Arguments as in `experiments`."""
+def check_gpus(facts: dict, tell: Callable, ask: Callable) -> None:
+    """All GPUs at once, then each pair. ask: processes.answer on this machine."""
     devices, links = facts["torch"]["devices"], facts["torch"]["links"]
-    everyone = tuple(range(len(devices)))
-    jobs = [start("rates", {"device": f"cuda:{i}"}) for i in everyone]
-    for gpu, answer in zip(devices, answers_of_all(jobs), strict=True):
-        gpu |= answer
-    tell(*(lines.gpu_line(i, devices) for i in everyone))
-    pairs = list(itertools.combinations(everyone, 2))
-    well = [pair for pair in pairs if all("rates" in devices[i] for i in pair)]
-    results = try_groups(well, "cuda:{}", start, folder, limit)
-    control = {}
-    if os.environ.get(P2P_OFF, "0") == "0":  # for 0-1, 2-3, ... and all that failed
-        some = [(i, i + 1) for i in everyone[:-1:2]]
-        again = [pair for pair in well if pair in some or failure(results[pair])]
-        without = partial(start, **{P2P_OFF: "1"})
-        control = try_groups(again, "cuda:{}", without, folder, limit)
+    with ThreadPoolExecutor() as pool:
+        answers = pool.map(lambda i: ask("rates", device=f"cuda:{i}"), range(len(devices)))
+        for gpu, answer in zip(devices, answers, strict=True):
+            gpu |= answer
+    tell(*(lines.gpu_line(i, devices) for i in range(len(devices))))
+    results, control = {}, {}
+    pairs = list(itertools.combinations(range(len(devices)), 2))
+    for pair in pairs:
+        if all("rates" in devices[i] for i in pair):
+            names = [f"cuda:{i}" for i in pair]
+            try_pair = functools.partial(ask, "pair", devices=names, limit=LIMIT)
+            results[pair] = try_pair()
+            neighbours = pair[1] == pair[0] + 1
+            if os.environ.get(P2P_OFF, "0") == "0" and (neighbours or failure(results[pair])):
+                control[pair] = try_pair(env={**ask.keywords["env"], P2P_OFF: "1"})
+    link, best = "", 0
+    if len(links) == 1:
+        link = f" ({links[0]})"
+        best = max((result.get("all_reduce", 0) for result in results.values()), default=0)
     facts["pairs"] = []
     for pair in pairs:
-        kind, result = links[pair[0]][pair[1]], results.get(pair)
-        name = "pair {}-{}".format(*pair)
-        if kind:
-            name += f" ({kind})"
-        alike = [each for each in well if links[each[0]][each[1]] == kind]
-        best = max((results[each].get("all_reduce", 0) for each in alike), default=0)
-        tell(lines.group_line(name, result, control.get(pair), best))
-        found = {"pair": pair, "link": kind, "result": result, "without_p2p": control.get(pair)}
-        facts["pairs"].append(found)
-    if len(pairs) > 1:
-        if well == pairs and not any(map(failure, results.values())):
-            results |= try_groups([everyone], "cuda:{}", start, folder, limit)
-        facts["all"] = results.get(everyone)
-        tell(lines.group_line("together", facts["all"]))
+        result, without = results.get(pair), control.get(pair)
+        tell(lines.pair_line("pair {}-{}".format(*pair) + link, result, without, best))
+        facts["pairs"].append({"pair": pair, "result": result, "without_p2p": without})
 
 
 def make_parser() -> PlainParser:
@@ -130,7 +107,7 @@ def make_parser() -> PlainParser:
 
 def main() -> int:
     args = make_parser().parse_args()
-    begun, said, facts = time.monotonic(), [], {}
+    begun, said = time.monotonic(), []
 
     def tell(*more):
         for level, name, text, fix in more:
@@ -139,11 +116,7 @@ def main() -> int:
                 end = f" | fix: {fix}" if fix else ""
                 print(f"{level:<8} {name}: {text}{end}", flush=True)
 
-    try:
-        facts = check(args.output_dir, tell, report=args.json)
-    except Exception as e:  # a bug in this command is not the machine's fault
-        text = f"stopped early by a bug of its own: {words_of(e)}"
-        tell((WARNING, "check", text, "please report this output"))
+    facts = check(args.output_dir, tell, report=args.json)
     levels = [line["level"] for line in said]
     errors, warnings = levels.count(ERROR), levels.count(WARNING)
     seconds = time.monotonic() - begun

@@ -1,4 +1,4 @@
-"""What the lines say of the host, of each GPU and of groups of them.
+"""What the lines say of the host, of each GPU and of pairs of them.
 
 A line is (level, name, text, fix); the fix is "" if there is nothing to do."""
 
@@ -8,19 +8,15 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from llm_demo.check.processes import P2P_OFF, failure, probe_root
+from llm_demo.check.processes import P2P_OFF
 
 OK, WARNING, ERROR = "ok", "warning", "error"
-VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-REBUILD = "leave any environment that has this torch, rm -r .venv, bash setup.sh"
 REINSTALL = "bash setup.sh, and use its .venv/bin/python"
-NO_ACCESS = (
-    "look at dmesg for driver errors; AMD: sudo usermod -aG render,video $USER, log in again"
+UNSEEN = (
+    "unset CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES; look at dmesg; update the driver, or install "
+    "another build: leave any environment that has this torch, rm -r .venv, bash setup.sh; AMD: "
+    "sudo usermod -aG render,video $USER, log in again"
 )
-CAUSES = {  # words of CUDA's errors: fix
-    "too old": f"update the NVIDIA driver; or, for a build that fits: {REBUILD}",
-    "not yet initialized": "start the NVSwitch service: sudo systemctl start nvidia-fabricmanager",
-}
 # Two hosts that took 7 to 8 µs needed 92 to 153 ms for a step of 0.6B at micro-batch 8, instead of
 # the 80 ms that the GPU needs.
 LAUNCH_US = 7.0
@@ -40,41 +36,24 @@ def packages() -> tuple:
     return OK, "packages", text, ""
 
 
-def torch_build(facts: dict, smi: str) -> tuple:
-    """PyTorch, its build, and whether that fits the GPUs and the driver.
-
-    facts: see experiments.torch_facts. smi: nvidia-smi's "driver, name" of each GPU."""
+def torch_build(facts: dict, driver: str, seen_by: str) -> tuple:
+    """PyTorch, and whether it sees the GPUs. facts: see experiments.torch_facts. driver: NVIDIA's
+    version. seen_by: what else sees a GPU, "" for nothing."""
     if "torch" not in facts:
         return ERROR, "torch", f"import torch failed: {facts['problem']}", REINSTALL
-    build = "CPU"
-    if facts["cuda"]:
-        build = f"CUDA {facts['cuda']}"
-    elif facts["hip"]:
-        build = f"ROCm {facts['hip']}"
-    text = f"{facts['torch']}, {build} build"
-    if smi:
-        text += f"; driver {smi.split(',')[0]}"
+    text = facts["torch"]
+    if driver:
+        text += f"; driver {driver}"
     if facts["devices"]:
         text += f"; NCCL or RCCL {facts.get('nccl', 'is missing')}"
         if facts["refused"]:
             return ERROR, "torch", f"{text}; training ends at once: {facts['refused']}", ""
         return OK, "torch", text, ""
-    amd = (probe_root() / "dev/kfd").exists()
-    if not smi and not amd:
-        text += "; no GPU was found, so training runs on the CPU"
-        if build == "CPU":
-            return OK, "torch", text, ""
-        return WARNING, "torch", text, "is its driver there, or --gpus all?"
-    text += f" sees no GPU, but {'nvidia-smi' if smi else '/dev/kfd'} does: {facts['why']}"
-    hiding = [f"{name}={os.environ[name]}" for name in VISIBLE if name in os.environ]
-    if hiding:
-        return WARNING, "torch", text, f"unset {', '.join(hiding)}"
-    fix = f"another build, if setup.sh knows one: {REBUILD}"
-    if facts["cuda"] if smi else facts["hip"]:
-        fixes = [fix for words, fix in CAUSES.items() if words in facts["why"]]
-        fix = fixes[0] if fixes else NO_ACCESS
+    if not seen_by:
+        return OK, "torch", f"{text}; no GPU was found, so training runs on the CPU", ""
+    text += f" sees no GPU, but {seen_by} does: {facts['why']}"
     # many processors have an AMD GPU that no build supports
-    return ERROR if smi else WARNING, "torch", text, fix
+    return ERROR if driver else WARNING, "torch", text, UNSEEN
 
 
 def disk(folder: str) -> tuple:
@@ -115,8 +94,7 @@ def gpu_line(i: int, devices: list[dict]) -> tuple:
         if peak:
             text += f" ({rate / peak:.0%} of peak)"
             slowest_share = min(slowest_share, rate / peak)
-    ask = {"nvidia": "nvidia-smi -q -d PERFORMANCE", "amd": "amd-smi metric"}[gpu["vendor"]]
-    fix = f"end other programs on it; is it cooled well, or throttled ({ask})?"
+    fix = "end other programs; is it cooled? nvidia-smi -q -d PERFORMANCE, amd-smi metric"
     of_fastest = gpu["rates"]["bf16"] / max(g["rates"]["bf16"] for g in devices if "rates" in g)
     if of_fastest < 0.9:
         return WARNING, name, f"{text}: {of_fastest:.0%} of the fastest GPU", fix
@@ -125,19 +103,46 @@ def gpu_line(i: int, devices: list[dict]) -> tuple:
     return OK, name, text, ""
 
 
-def kernel_line(fault: str | None) -> tuple:
-    """Whether torch.compile and our loss kernel work. fault: what is wrong with them."""
-    if fault is None:
-        return OK, "kernels", "a compiled block and the loss kernel are as good as plain ones", ""
-    fix = "--no_compile; torch.compile needs a C compiler: apt install gcc python3-dev"
-    return WARNING, "kernels", f"a compiled block or the loss kernel fails: {fault}", fix
+def choice_lines(found: dict) -> list[tuple]:
+    """What a run would choose. found: as experiments.choices returns it."""
+    if "problem" in found:
+        return [(ERROR, "attention", f"could not be tried: {found['problem']}", REINSTALL)]
+    return [(OK, name, text, "") for name, text in found["lines"]]
 
 
-def group_line(name: str, result: dict | None, other: dict | None = None, best=0.0) -> tuple:
-    """The line of a group. result: None if it was not tried; other: its result with
-    NCCL_P2P_DISABLE=1, if tried; best: GB/s of the fastest group of the same kind."""
+def kernel_lines(found: dict) -> list[tuple]:
+    """Whether torch.compile and our loss kernel work, and times. found: as experiments.kernels
+    returns it."""
+    problem = found.get("problem") or found["fault"]
+    lines = []
+    if problem:
+        fix = "--no_compile; torch.compile needs a C compiler: apt install gcc python3-dev"
+        text = f"a compiled block or the loss kernel fails: {problem}"
+        lines.append((WARNING, "kernels", text, fix))
+    for which, (plain, faster) in found.get("times", {}).items():
+        lines.append((OK, "kernels", f"{which}: {faster:.2f} ms, plain {plain:.2f} ms", ""))
+    if "launch_us" in found:
+        lines.append(host_line(found["launch_us"]))
+    return lines
+
+
+def failure(result: dict | None) -> str | None:
+    """The problem with a pair's result; None if every value was correct."""
     if result is None:
-        return WARNING, name, "not tried, because others failed", "mend them, then check again"
+        return None
+    if "problem" in result:
+        return f"{'hang' if result.get('hung') else 'fail'} ({result['problem']})"
+    wrong = [f"{count:,} in {name}" for name, count in result["wrong"].items() if count]
+    if wrong:
+        return f"return wrong values ({', '.join(wrong)}, of {result['elements']:,} compared)"
+    return None
+
+
+def pair_line(name: str, result: dict | None, other: dict | None = None, best=0.0) -> tuple:
+    """The line of a pair. result: None if it was not tried; other: its result with
+    NCCL_P2P_DISABLE=1, if tried; best: GB/s of the fastest pair with the same link."""
+    if result is None:
+        return WARNING, name, "not tried, because a GPU failed", "mend it, then check again"
     trouble, without = failure(result), failure(other)
     if trouble and other and not without:
         text = f"{trouble}; correct with {P2P_OFF}=1, so peer-to-peer is broken"
@@ -148,8 +153,6 @@ def group_line(name: str, result: dict | None, other: dict | None = None, best=0
         return ERROR, name, trouble, FIX_BOTH
     rate = result["all_reduce"]
     text = f"all {result['elements']:,} values correct, {rate:.1f} GB/s"
-    if "latency_us" in result:
-        text += f", {result['latency_us']:.0f} µs"
     if without:
         return WARNING, name, f"{text}; with {P2P_OFF}=1: {without}", f"leave {P2P_OFF} unset"
     if other:

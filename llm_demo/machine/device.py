@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 import os
 import re
 import subprocess
@@ -232,48 +231,42 @@ def peak_tflops(device: Device, dtype: torch.dtype) -> float | None:
     return next((peaks[column] for key, peaks in PEAK_TFLOPS.items() if key in label), None)
 
 
-def _amd_links(root: Path) -> dict[tuple[str, str], str]:
-    """As `link_table`, from what the kernel says of AMD's GPUs."""
-    gpus, pairs = {}, {}
-    for file in (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"):
-        with contextlib.suppress(OSError, ValueError):  # unreadable if a container lacks this GPU
-            lines = file.read_text("utf-8").splitlines()
-            facts = {key: int(value) for key, value in map(str.split, lines)}
-            if facts.get("gfx_target_version"):  # 0 for a CPU
-                gpus[int(file.parent.name)] = facts
-    for a, b in itertools.permutations(sorted(gpus), 2):
-        files = (root / f"sys/class/kfd/kfd/topology/nodes/{a}/io_links").glob("*/properties")
-        wanted = {"type 11", f"node_to {b}"}  # between GPUs, the kernel lists XGMI links only
-        direct = any(wanted <= set(file.read_text("utf-8").splitlines()) for file in files)
-        places = [(gpus[n].get("domain", 0), gpus[n]["location_id"]) for n in (a, b)]
-        a_bus, b_bus = (f"{d:04x}:{at >> 8:02x}:{at >> 3 & 31:02x}.{at & 7}" for d, at in places)
-        pairs[a_bus, b_bus] = "XGMI" if direct else "PCIe"
-    return pairs
+def _amd_links(root: Path) -> list[str]:
+    """As `links`, from what the kernel says of AMD's GPUs."""
+    nodes = root / "sys/class/kfd/kfd/topology/nodes"
+    gpus, kinds = set(), []
+    for file in nodes.glob("*/properties"):
+        with contextlib.suppress(OSError):  # unreadable if a container lacks this GPU
+            facts = dict(line.split() for line in file.read_text("utf-8").splitlines())
+            if facts.get("gfx_target_version", "0") != "0":  # 0 for a CPU
+                gpus.add(file.parent.name)
+    for node in gpus:
+        for file in nodes.glob(f"{node}/io_links/*/properties"):
+            facts = dict(line.split() for line in file.read_text("utf-8").splitlines())
+            if facts["node_to"] in gpus:
+                kinds.append(facts["type"])
+    if len(gpus) < 2:
+        return []
+    return ["XGMI"] if "11" in kinds else ["PCIe"]
 
 
-def link_table(root: Path = Path("/")) -> dict[tuple[str, str], str]:
-    """(a, b) -> the link between two GPUs of this node, hidden ones included: "NV18", "PIX",
-    "XGMI", "PCIe". a, b: nvidia-smi's numbers as in "0", or AMD's bus addresses as in
-    "0000:43:00.0". Empty if it is unknown. root: where /sys is."""
-    pairs = _amd_links(root)
-    if pairs:
-        return pairs
+@functools.cache
+def links(root: Path = Path("/")) -> list[str]:
+    """The kinds of links between this node's GPUs, hidden ones included: "NV18", "PIX", "XGMI",
+    "PCIe". The first two GPUs' link comes first. Empty if unknown. root: where /sys is."""
+    kinds = _amd_links(root)
+    if kinds:
+        return kinds
     tool = ["nvidia-smi", "topo", "-m"]
     try:
         table = subprocess.run(tool, capture_output=True, text=True, timeout=20).stdout
     except (OSError, subprocess.TimeoutExpired):
-        return {}
+        return []
     # "GPU0 X NV18 ..."; the table's header is indented
     rows = [line.split()[1:] for line in table.splitlines() if line.startswith("GPU")]
-    each = range(len(rows))
-    return {(str(i), str(j)): rows[i][j] for i in each for j in each if i != j}
-
-
-@functools.cache
-def links() -> list[str]:
-    """The kinds of links between this node's GPUs, hidden ones included, as in `link_table`. The
-    first two GPUs' link comes first. Empty if unknown."""
-    return list(dict.fromkeys(link_table().values()))
+    for i, row in enumerate(rows):
+        kinds += row[i + 1 : len(rows)]
+    return list(dict.fromkeys(kinds))
 
 
 def other_than_nvlink() -> str:
