@@ -118,7 +118,7 @@ def test_every_value_received_is_compared(fault, wrong, tmp_path, monkeypatch):
     """By two real processes: one value of one call is wrong, or a process dies or hangs."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
     monkeypatch.setattr(sys, "executable", python(TORCH_SYMM_MEM_DISABLE_MULTICAST="1"))
-    found = processes.answer(
+    found = processes.ask(
         "pair", "check_faulty", {"FAULT": fault, "LLM_DEMO_CACHE": str(tmp_path)},
         limit=8 if fault == "hang" else 60, devices=["cpu", "cpu"],
     )  # fmt: skip
@@ -132,10 +132,10 @@ def test_every_value_received_is_compared(fault, wrong, tmp_path, monkeypatch):
 def test_what_is_measured_on_one_gpu(tmp_path):
     """On a CPU and with small shapes; nothing is compiled."""
     env = {"TORCH_COMPILE_DISABLE": "1"}
-    rates = processes.answer("rates", env=env, device="cpu", seconds=0.01, size=32)
+    rates = processes.ask("rates", env=env, device="cpu", seconds=0.01, size=32)
     assert rates["rates"].keys() == {"fp32", "bf16", "fp16"} and min(rates["rates"].values()) > 0
     small = {"device": "cpu", "dtype": "bf16", "length": 4, "columns": 64}
-    kernels = processes.answer("kernels", env=env, **small)
+    kernels = processes.ask("kernels", env=env, **small)
     assert not kernels["fault"] and kernels["launch_us"] > 0
     assert kernels["times"].keys() == {"a compiled block", "the loss kernel"}
     assert all(len(both) == 2 and min(both) > 0 for both in kernels["times"].values())

@@ -37,7 +37,7 @@ def check(
     with tempfile.TemporaryDirectory(prefix="llm_demo_check_") as folder:
         # a cache of its own: runs remember which attention has worked, and here it is tried again
         env = {"LLM_DEMO_CACHE": folder}
-        facts = {"torch": processes.answer("torch_facts", module, env)}
+        facts = {"torch": processes.ask("torch_facts", module, env)}
         seen_by = "nvidia-smi" if driver else "/dev/kfd" if Path("/dev/kfd").exists() else ""
         tell(lines.torch_build(facts["torch"], driver, seen_by))
         if report:  # what PyTorch asks for in every bug report
@@ -54,7 +54,7 @@ def experiments(facts: dict, tell: Callable, module: str, env: dict) -> None:
     if facts["torch"]["left_out"]:  # as the launcher does
         tell((OK, "gpus", facts["torch"]["left_out"], ""))
         env = {**env, **dict([facts["torch"]["only"]])}
-    ask = functools.partial(processes.answer, module=module, env=env)
+    ask = functools.partial(processes.ask, module=module, env=env)
     if devices:
         check_gpus(facts, tell, ask)
     else:
@@ -68,7 +68,7 @@ def experiments(facts: dict, tell: Callable, module: str, env: dict) -> None:
 
 
 def check_gpus(facts: dict, tell: Callable, ask: Callable) -> None:
-    """All GPUs at once, then each pair. ask: processes.answer on this machine."""
+    """All GPUs at once, then each pair. ask: processes.ask on this machine."""
     devices, links = facts["torch"]["devices"], facts["torch"]["links"]
     with ThreadPoolExecutor() as pool:
         answers = pool.map(lambda i: ask("rates", device=f"cuda:{i}"), range(len(devices)))

@@ -102,8 +102,8 @@ def kernels(device: str, dtype: str, length: int = 1024, columns: int = 151_936)
     try:
         answer["fault"] = probes.compiled(dtype, "sdpa", device) or ""
         for name, runs in (
-            ("a compiled block", blocks(device, DTYPES[dtype], length)),
-            ("the loss kernel", losses(device, DTYPES[dtype], 4 * length, columns)),
+            ("a compiled block", block_runs(device, DTYPES[dtype], length)),
+            ("the loss kernel", loss_runs(device, DTYPES[dtype], 4 * length, columns)),
         ):
             answer["times"][name] = [1e3 * seconds_of(run, 0.1) for run in runs]
     except Exception as e:
@@ -111,7 +111,7 @@ def kernels(device: str, dtype: str, length: int = 1024, columns: int = 151_936)
     return answer
 
 
-def blocks(device: str, dtype: torch.dtype, length: int) -> list[Callable]:
+def block_runs(device: str, dtype: torch.dtype, length: int) -> list[Callable]:
     """A block of Qwen3-0.6B, forward and backward for 4 rows of this length: eager, compiled."""
     from transformers import AutoConfig
     from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
@@ -128,7 +128,7 @@ def blocks(device: str, dtype: torch.dtype, length: int) -> list[Callable]:
     return [partial(run, layer), partial(run, torch.compile(layer, dynamic=False))]
 
 
-def losses(device: str, dtype: torch.dtype, tokens: int, columns: int) -> list[Callable]:
+def loss_runs(device: str, dtype: torch.dtype, tokens: int, columns: int) -> list[Callable]:
     """The loss of logits [tokens, columns] with its gradient: in plain PyTorch, by our kernel."""
     from llm_demo.core import loss
 

@@ -55,7 +55,7 @@ def tool(*command: str, limit: float = 15) -> str:
     return output if code == 0 else ""
 
 
-def answer(
+def ask(
     task: str, module: str = EXPERIMENTS, env: dict | None = None, limit: float = 120, **arguments
 ) -> dict:
     """What an experiment returns, with the "log" of its process; {"problem": text} if it raised,
