@@ -5,6 +5,7 @@ import dataclasses
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -101,8 +102,11 @@ def flip(file):
 DAMAGE = {
     "truncated": (lambda f: os.truncate(f, 100), "__0_0.distcp has 100 bytes instead of"),
     "bit flipped": (flip, "__0_0.distcp has changed since it was written: its SHA-256 differs"),
-    "removed": (os.remove, "__0_0.distcp: No such file"),
-    "no manifest": (lambda f: os.remove(f.parent / "manifest.json"), "manifest.json: No such file"),
+    "removed": (os.remove, "__0_0.distcp is missing"),
+    "no manifest": (
+        lambda f: os.remove(f.parent / "manifest.json"),
+        "manifest.json: .*No such",
+    ),
     "half a manifest": (lambda f: os.truncate(f.parent / "manifest.json", 20), "manifest.json: "),
     "facts changed": (lambda f: flip(f.parent / "trainer.json"), "trainer.json has changed since"),
 }
@@ -115,7 +119,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(damage, tmp_path):
     for step in (2, 3):
         spoil(tmp_path / f"checkpoints/step_{step:08d}/__0_0.distcp")
     step, said = found(tmp_path)
-    assert step == 1 and "step_00000003 skipped: " + reason in said, said
+    assert step == 1 and re.search("step_00000003 skipped: " + reason, said), said
     assert "step_00000002 skipped" in said
     checkpoints = make(tmp_path, save=True, keep_last=2)
     checkpoints.tidy()  # puts them aside: they are not to be counted as kept

@@ -14,12 +14,10 @@ inert records: only names that torch.distributed.checkpoint (DCP) writes are acc
 them is imported. DCP's own objects are then built from the records, with every value checked.
 """
 
-import contextlib
 import json
 import pickle
 import re
 import shutil
-import stat
 import warnings
 from pathlib import Path
 
@@ -33,8 +31,9 @@ from llm_demo.core.optim import MOMENTS, PSGD
 from llm_demo.machine.dist import from_rank0, on_all_ranks
 from llm_demo.machine.files import PART, digest, disk_full, sync_folder, write_json, write_text
 from llm_demo.machine.process import read_text
+from llm_demo.machine.text import blame, words_of
 from llm_demo.model.local_model import refuse_deepspeed
-from llm_demo.run.folder import published
+from llm_demo.run.folder import object_in, published
 
 
 def write(part: Path, tensors: dict, facts: dict, world: World, group=None) -> int:
@@ -84,85 +83,45 @@ def publish(part: Path, final: Path) -> None:
     write_text(final.parent / "latest", final.name + "\n")
 
 
-def facts_of(path: Path) -> dict:
-    """A checkpoint's trainer.json; {} if it can't be read."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        facts = json.loads(read_text(path / "trainer.json"))
-        return facts if isinstance(facts, dict) else {}
-    return {}
+# Entries of trainer.json and their types. Runs without adapters, or of earlier versions, have not
+# all of those in OPTIONAL.
+REQUIRED = {
+    **dict.fromkeys(("step", "adam_steps", "tokens", "label_tokens"), int),
+    **dict.fromkeys(("evals", "exact"), list),
+    "loss_scale": dict,
+    "eval_loss": (float, int, type(None)),
+}
+OPTIONAL = dict.fromkeys(("identity", "settings", "model", "adapters"), dict)
 
 
 def checked_facts(path: Path) -> dict:
-    """A checkpoint's trainer.json, validated. Raises UserError if an entry is missing or has the
-    wrong type: the file may come from elsewhere, or from an earlier version."""
-    facts = facts_of(path)
-    for name, fits in FITS.items():
-        if name not in {*facts, *OPTIONAL}:
-            lack = f"trainer.json has no {name}"
-            raise UserError(f"{path} is not a checkpoint of this version: {lack}")
-        if name in facts and not fits(facts[name]):
+    """A checkpoint's trainer.json. Raises UserError if an entry is missing or has the wrong type:
+    the file may come from elsewhere, or from an earlier version."""
+    facts = object_in(path / "trainer.json")
+    missing = REQUIRED.keys() - facts.keys()
+    if missing:
+        lack = f"trainer.json has no {min(missing)}"
+        raise UserError(f"{path} is not a checkpoint of this version: {lack}")
+    for name, kinds in {**REQUIRED, **OPTIONAL}.items():
+        if name in facts and not isinstance(facts[name], kinds):
             raise UserError(f"{path}/trainer.json: invalid {name}: {str(facts[name])[:60]!r}")
     return facts
-
-
-def _number(x) -> bool:
-    return type(x) is float or type(x) is int and abs(x) < 1e300  # others are no float
-
-
-def _count(x, at_least: int = 0) -> bool:
-    return type(x) is int and at_least <= x < 2**53
-
-
-def _pairs(x) -> bool:
-    return isinstance(x, list) and all(
-        isinstance(e, list) and len(e) == 2 and all(map(_number, e)) for e in x
-    )
-
-
-def _loss_scale(x) -> bool:
-    numbers = isinstance(x, dict) and all(_number(n) and 0 <= n < 2**128 for n in x.values())
-    return numbers and {"scale", "good_steps"} <= x.keys() and x["scale"] > 0
-
-
-def _adapters(x) -> bool:
-    """Whether x has the form of what options.lora.Lora.facts() returns."""
-    match x:
-        case {"rank": rank, "alpha": alpha, "targets": [*names], "base": {"path": str()}}:
-            numbers = all(_number(n) and 0 <= n < 2**53 for n in (alpha, x.get("dropout", 0)))
-            return _count(rank, at_least=1) and numbers and all(type(n) is str for n in names)
-    return False
-
-
-FITS = {  # entry of trainer.json -> check of its value
-    **dict.fromkeys(("step", "adam_steps", "tokens", "label_tokens"), _count),
-    **dict.fromkeys(("evals", "exact"), _pairs),
-    "loss_scale": _loss_scale,
-    "eval_loss": lambda x: x is None or _number(x),
-    **dict.fromkeys(("identity", "settings", "model"), lambda x: isinstance(x, dict)),
-    "adapters": _adapters,
-}
-OPTIONAL = ("identity", "settings", "model", "adapters")
 
 
 def manifest_of(path: Path) -> dict[str, tuple[int, str]]:
     """{file: (bytes, SHA-256)} of a checkpoint, whose files have these sizes. Raises UserError for
     what a stranger may have written: nothing outside the folder is opened, no device, no pipe."""
-    try:
-        files = json.loads(read_text(path / "manifest.json"))["files"]
-        files = {name: (size, str(sha)) for name, (size, sha) in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        raise UserError(f"manifest.json: {getattr(e, 'strerror', None) or repr(e)}") from None
+    with blame("manifest.json"):
+        listed = json.loads(read_text(path / "manifest.json"))["files"]
+        files = {name: (size, sha) for name, (size, sha) in listed.items()}
     for name, (size, _) in files.items():
-        if Path(name).name != name or type(size) is not int:
+        if Path(name).name != name:
             raise UserError(f"manifest.json: {name[:80]!r} is not a checkpoint file")
-        try:
-            status = (path / name).stat()
-        except (OSError, ValueError) as e:
-            raise UserError(f"{name}: {getattr(e, 'strerror', None) or e}") from None
-        if not stat.S_ISREG(status.st_mode):
-            raise UserError(f"{name} is not a regular file")
-        if status.st_size != size:
-            raise UserError(f"{name} has {status.st_size:,} bytes instead of {size:,}")
+        if not (path / name).is_file():
+            raise UserError(f"{name} is missing, or is not a regular file")
+        found = (path / name).stat().st_size
+        if found != size:
+            raise UserError(f"{name} has {found:,} bytes instead of {size}")
     missing = {".metadata", "trainer.json"} - files.keys()
     if missing:
         raise UserError(f"manifest.json does not list {min(missing)}")
@@ -294,41 +253,28 @@ def _member(kind, _name):
 
 def _metadata(index: dict) -> metadata.Metadata:
     """DCP's own object with the same places and sizes. Dtypes are read with the tensors. Raises if
-    a value has the wrong type: no record, number or text is taken for another."""
+    the index has another structure."""
     tensors, storage = {}, {}
     for name, tensor in index["state_dict_metadata"].items():
         states = [chunk.state for chunk in tensor.state["chunks"]]
         parts = [(_size(state["offsets"]), _size(state["sizes"])) for state in states]
         chunks = [metadata.ChunkStorageMetadata(*part) for part in parts]
         properties, size = metadata.TensorProperties(), _size(tensor.state["size"])
-        tensors[_text(name)] = metadata.TensorStorageMetadata(properties, size, chunks)
+        tensors[str(name)] = metadata.TensorStorageMetadata(properties, size, chunks)
     for key, place in index["storage_data"].items():
         key, place = key.state, place.state
-        file, offset = _text(place["relative_path"]), key.get("offset")
+        file, offset = place["relative_path"], key.get("offset")
         if not re.fullmatch(r"__\d+_\d+\.distcp", file):
             raise UserError(f"it names {file!r}, which is not a checkpoint file")
         if place.get("transform_descriptors"):
             raise UserError(f"it asks to transform {file}")
-        key = metadata.MetadataIndex(_text(key["fqn"]), offset and _size(offset))
-        where = _counts((place["offset"], place["length"]))
-        storage[key] = filesystem._StorageInfo(file, *where)
+        key = metadata.MetadataIndex(str(key["fqn"]), offset and _size(offset))
+        storage[key] = filesystem._StorageInfo(file, int(place["offset"]), int(place["length"]))
     return metadata.Metadata(tensors, storage_data=storage)
 
 
-def _text(value) -> str:
-    if type(value) is not str:
-        raise TypeError(f"expected a text, got {value!r}")
-    return value
-
-
 def _size(record: _Record) -> torch.Size:
-    return torch.Size(_counts(record.args[0]))
-
-
-def _counts(values: tuple) -> tuple:
-    if not all(map(_count, values)):
-        raise TypeError(f"expected sizes, got {values!r}")
-    return values
+    return torch.Size(record.args[0])
 
 
 def shapes_of(path: Path) -> dict[str, tuple]:
@@ -392,11 +338,4 @@ def reason_of(error: BaseException, folder: Path | None = None) -> str:
         error = next(iter(error.failures.values()))[0]
     if isinstance(error, pickle.UnpicklingError):  # from torch.load(weights_only=True)
         return "a tensor file holds other objects, which are refused"
-    reason = disk_full(error, folder)
-    if reason:
-        return reason
-    cause = error  # a full disk may appear as a file format error
-    while cause and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__
-    lines = str(cause or error).strip().splitlines()
-    return (lines[-1] if lines else repr(error))[:300]
+    return disk_full(error, folder) or words_of(error)

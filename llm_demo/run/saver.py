@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,20 +24,11 @@ from llm_demo.machine.device import free_host_memory, pin
 from llm_demo.machine.dist import from_rank0, lost_peer, on_all_ranks, timeout
 from llm_demo.machine.files import PART
 from llm_demo.machine.process import stop_signals
-from llm_demo.machine.text import differences, resume, size_of, watched
+from llm_demo.machine.text import differences, resume
 from llm_demo.model.weights_files import not_started, refuse_other_adapters
 from llm_demo.run import checkpoint_files
 from llm_demo.run.folder import last_checkpoint, published
 from llm_demo.run.log import Log
-
-
-class Published(NamedTuple):
-    """A checkpoint that has just got its final name. Times in seconds."""
-
-    path: Path
-    size: int  # bytes of all ranks
-    seconds: float
-    stall: float  # how long training paused
 
 
 class Saver:
@@ -70,7 +60,7 @@ class Saver:
         # its own group: the writing thread communicates while the ranks train
         self.group = dist.new_group(backend="gloo", timeout=timeout())
         self.thread = self.problem = None
-        self.published: Published | None = None  # to be logged
+        self.published: dict | None = None  # the record of a checkpoint that is to be logged
         self.staged, self.meshes, self.reserving = {}, {}, None
         self.stop = False  # a signal has asked the run to stop
         if args.save and world.local_size < world.size:
@@ -231,12 +221,7 @@ class Saver:
         facts |= {"model": self.model} | ({"adapters": self.adapters} if self.adapters else {})
         name = f"step_{step:08d}"
         if wait or not self.in_background:
-            # a sharded tensor is written once, even if several ranks have the same part
-            copies = [1 if isinstance(t, DTensor) else self.world.size for t in tensors.values()]
-            size = sum(n * t.nbytes for n, t in zip(copies, tensors.values(), strict=True))
-            part = self.folder / f"{PART}{name}"
-            with watched("saving", size, lambda: min(size, size_of(part))):
-                self._write(name, tensors, facts, started)
+            self._write(name, tensors, facts, started)
             self.finish()
         else:
             work = (name, self._stage(tensors), facts, started, time.perf_counter())
@@ -277,17 +262,12 @@ class Saver:
         """Log the checkpoint, if the writing thread has just published one."""
         if not self.published:
             return
-        done, self.published = self.published, None
-        record = {
-            "step": int(done.path.name[-8:]),
-            "save/bytes": done.size,
-            "save/seconds": round(done.seconds, 3),
-            "save/stall_s": round(done.stall, 3),
-        }
+        record, self.published = self.published, None
         self.log.record(record)
         self.log.say(
-            f"checkpoint: {done.path}, {done.size / 1e6:,.0f} MB in {done.seconds:.2f} s, training "
-            f"paused for {done.stall:.2f} s"
+            f"checkpoint: {self.folder}/step_{record['step']:08d}, "
+            f"{record['save/bytes'] / 1e6:,.0f} MB in {record['save/seconds']:.2f} s, training "
+            f"paused for {record['save/stall_s']:.2f} s"
         )
 
     def _reserve(self, tensors: dict) -> None:
@@ -343,12 +323,16 @@ class Saver:
             def show():
                 if self.world.rank == 0:
                     checkpoint_files.publish(part, final)
-                    self._prune(name)
+                    self._prune(name, facts["evals"])
 
             on_all_ranks(show, self.world, self.group)
             now = time.perf_counter()
-            stall = (training_resumed or now) - started
-            self.published = Published(final, size, seconds=now - started, stall=stall)
+            self.published = {
+                "step": facts["step"],
+                "save/bytes": size,
+                "save/seconds": round(now - started, 3),
+                "save/stall_s": round((training_resumed or now) - started, 3),
+            }
         except (Exception, dcp.CheckpointException) as e:  # in a thread: reported at the next step
             problem = f"checkpoint {final} can't be written: {checkpoint_files.reason_of(e, part)}"
             self.problem = UserError(f"{problem}; {last_checkpoint(self.log.folder)}")
@@ -359,14 +343,14 @@ class Saver:
             if self.world.rank == 0:
                 shutil.rmtree(part, ignore_errors=True)
 
-    def _prune(self, newest: str) -> None:
-        """Keep the newest, the K newest, and the best by held-out loss; remove the rest. Rank 0."""
+    def _prune(self, newest: str, evals: list[tuple[int, float]]) -> None:
+        """Keep the newest, the K newest, and the best by held-out loss; remove the rest. evals:
+        (step, loss), of the whole run. Rank 0."""
         if not self.args.keep_last:
             return
         names = [path.name for path in published(self.folder)]
         keep = {newest, *names[: self.args.keep_last]}
         if self.args.early_stopping:
-            evals = checkpoint_files.facts_of(self.folder / newest)["evals"]  # all of this run
             losses = {f"step_{step:08d}": loss for step, loss in evals if math.isfinite(loss)}
             keep |= {min((n for n in names if n in losses), key=losses.get, default=newest)}
         for name in set(names) - keep:
