@@ -19,8 +19,8 @@ GOOD = {"prompt": "hi", "completion": "yo"}
 YO = "<S>user\nhi<E>\n<S>assistant\n⟦yo<E>⟧\n"
 FAULTS = {  # a row or line, what an error says of it, its reason when it is skipped
     "null": (GOOD | {"completion": None}, "completion must be text, not null"),
-    "number": (GOOD | {"completion": 7}, "completion must be text, not a number"),
-    "object": ({"prompt": {"a": 1}, "completion": "yo"}, "prompt must be text, not an object"),
+    "number": (GOOD | {"completion": 7}, "completion must be text, not 7"),
+    "object": ({"prompt": {"a": 1}, "completion": "yo"}, "prompt must be text, not {\"a\": 1}"),
     "missing": ({"prompt": "hi"}, "no 'completion' in this row"),
     "other format": ({"text": "x"}, "no 'prompt' or 'completion' in this row"),
     "empty": ({}, "no 'prompt' or 'completion' in this row"),
@@ -60,10 +60,10 @@ def test_all_are_in_one_error(tmp_path):
     assert message.endswith("; --skip_bad_rows skips bad rows") and "accepted" not in message
     one = write(tmp_path / "one.jsonl", GOOD, rows[1])
     assert message_of(one) == (
-        f"{one}:2: completion must be text, not a number; --skip_bad_rows skips bad rows"
+        f"{one}:2: completion must be text, not 7; --skip_bad_rows skips bad rows"
     )
-    with refused(f"11 bad rows, the first 10: {path}:1: .*; --skip_bad_rows skips bad rows"):
-        load(f"{path},{one}", cache_dir=str(tmp_path / "cache"))
+    with refused(f"10 bad rows: {path}:1: .*; --skip_bad_rows skips bad rows"):
+        load(f"{path},{one}", cache_dir=str(tmp_path / "cache"))  # one file after another
     long = message_of(write(tmp_path / "x.jsonl", *[{"a" * 999: 1}] * 12, GOOD))
     assert long.startswith("12 bad rows, the first 10: ") and len(long) < 4000
 
@@ -89,13 +89,11 @@ def test_they_are_skipped_and_counted(tmp_path):
     packs = load(path, said, skip_bad_rows=True, pack=False)
     assert [first(packs, row) for row in range(len(packs))] == [golden(YO)] * 2
     counts = dict.fromkeys([f"bad row: {what}" for _, what in FAULTS.values()], 1)
-    for what in ("completion must be text, not null", "completion must be text, not a number"):
-        counts[f"bad row: {what}"] = 2
     counts["bad row: no 'prompt' or 'completion' in this row"] = 4
-    cut = {re.sub("(?<=JSON object), .*|(?<=twice): .*", "", what): n for what, n in counts.items()}
-    assert skipped(packs) == cut
+    cut = {re.sub(", not .*|(?<=twice): .*", "", what): n for what, n in counts.items()}
+    assert skipped(packs) == cut | {"bad row: completion must be text": 4}
     assert f"data: {path}: prompt/completion (first row), 16 rows" in said
-    line = f"data: skipped 2 rows: bad row: completion must be text, not null (first {path}:1)"
+    line = f"data: skipped 4 rows: bad row: completion must be text (first {path}:1)"
     assert line in said
     said.clear()
     assert load(path, said, skip_bad_rows=True).documents.stats.cache_hit and line in said
@@ -121,21 +119,18 @@ def test_reasons_are_few(tmp_path):
     good = {"messages": [turn, turn | {"role": "assistant"}]}
     path = write(tmp_path / "x.jsonl", *places, *roles, good)
     counts = skipped(load(path, skip_bad_rows=True))
-    assert counts["bad row: messages[…] must be text, not null"] == 5 and len(counts) == 51
+    assert counts["bad row: messages[…] must be text"] == 5 and len(counts) == 51
     assert counts["bad row: for other reasons"] == 70 - 49
-    path = write(tmp_path / "many.jsonl", *roles * 15, good)
-    start = f"at least 1,000 bad rows, the first 10: {path}:1: messages[0]"
-    assert message_of(path).startswith(start)
 
 
 def test_nothing_but_bad_rows(tmp_path):
     good = write(tmp_path / "good.jsonl", GOOD)
     for rows in (("{\n", "[1]\n"), ({"prompt": 1, "completion": "a"}, GOOD | {"completion": 2})):
         path = write(tmp_path / "x.jsonl", *rows)
-        assert message_of(path).startswith(f"2 bad rows: {path}:1: ")
-        assert "--skip_bad_rows" not in message_of(path)  # it would not help
-        assert f"2 bad rows: {path}:1: " in message_of(path, skip_bad_rows=True)
-        with refused(f"2 bad rows: {path}:1: "):  # nor with other files
+        for skip in (False, True):
+            assert f"{path}:1: " in message_of(path, skip_bad_rows=skip)
+            assert "--skip_bad_rows" not in message_of(path)  # it would not help
+        with refused(f"{path}:1: "):  # nor with other files
             load(f"{good},{path}", skip_bad_rows=True, cache_dir=str(tmp_path / "cache"))
     path = write(tmp_path / "x.jsonl", {"frage": "a"}, "{\n", {"frage": "b"})
     for skip in (False, True):
@@ -204,5 +199,5 @@ def test_before_torch_is_imported(command, tmp_path, record_property):
     done = run([*command.split(), path], fresh=True, **env)
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
     assert line.startswith(f"error: 2 bad rows: {path}:2: broken JSON: Expecting property name ")
-    assert f"; {path}:4: prompt must be text, not a number" in line and done.returncode == 2
+    assert f"; {path}:4: prompt must be text, not 7" in line and done.returncode == 2
     assert "skip_bad_rows" in line or command == EVALUATE

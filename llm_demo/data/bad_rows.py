@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from llm_demo.core.errors import UserError
 
 NAMED = 10  # bad rows in an error
-MOST = 1000  # bad rows after which reading ends
-OF_ONE_ROW = r" at column \d+|, keys: .*|(?<=must be a JSON object), not .*|(?<=twice): .*"
+OF_ONE_ROW = r" at column \d+|, (keys:|not) .*|(?<=twice): .*"
 
 
 class Bad(str):
@@ -21,33 +20,24 @@ class Misread(UserError):
 
 @dataclass
 class BadRows:
-    """Bad rows of all files, for one error."""
+    """Bad rows of a file, for one error."""
 
-    may_skip: bool  # --skip_bad_rows would help
     first: list[str] = field(default_factory=list)  # where they are and what is wrong
     count: int = 0
-    good: int = 0  # other rows
+    misread: bool = False  # one of them is a Misread
 
     def add(self, where: str, error: UserError) -> None:
         self.count += 1
-        self.may_skip &= not isinstance(error, Misread)
+        self.misread |= isinstance(error, Misread)
         if len(self.first) < NAMED:
             self.first.append(f"{where}: {error}")
 
-    @property
-    def full(self) -> bool:
-        return self.count >= MOST
-
-    def error(self, about: str = "") -> UserError:
-        """about: what to say first."""
-        text = self.first[0]
-        if self.count > 1:
-            text = f"{self.count:,} bad rows"
-            text = f"at least {text}" if self.full else text
-            text += f", the first {NAMED}: " if self.count > NAMED else ": "
-            text += "; ".join(_shortened(each, 200) for each in self.first)
-        cure = "; --skip_bad_rows skips bad rows" if self.may_skip and self.good else ""
-        return UserError(f"{about}{text}{cure}")
+    def __str__(self) -> str:
+        if self.count == 1:
+            return self.first[0]
+        few = f", the first {NAMED}" if self.count > NAMED else ""
+        rows = "; ".join(_shortened(each, 200) for each in self.first)
+        return f"{self.count:,} bad rows{few}: {rows}"
 
 
 def short_reason(error: str) -> Bad:

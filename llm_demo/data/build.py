@@ -17,7 +17,7 @@ import numpy as np
 
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import Documents, Rows
-from llm_demo.data.bad_rows import Bad, BadRows
+from llm_demo.data.bad_rows import Bad
 from llm_demo.data.labels import Codec, encode, has_variable
 from llm_demo.data.records import TOOLS, RowFormat, keys_of, open_rows
 from llm_demo.data.sources import hub_parts, place_of, read_rows
@@ -251,12 +251,11 @@ def _tokenise(
 ) -> Iterator[tuple[Sample, int, int]]:
     """Yield all documents, uncut, each with the numbers of its file and row."""
     size = sum(os.path.getsize(path) for path in files if not hub_parts(path))
-    bad = BadRows(flags.skip_bad_rows is False)
     with progress(what="tokenising", total=size, unit="B") as bar:
         for number, path in enumerate(files):
             place = f"{path}{place_of(path)}"
             template = None if codec.train_on_prompt else codec.template  # see to_record
-            row_format, rows = open_rows(read_rows(path, bar), place, flags, bad, template)
+            row_format, rows = open_rows(read_rows(path, bar), place, flags, template)
             file = File(path, row_format.format, row_format.keys, row_format.why)
             stats.files.append(file)
             for chunk in iter(lambda rows=rows: list(itertools.islice(rows, ROWS_AT_A_TIME)), []):
@@ -267,8 +266,6 @@ def _tokenise(
                         stats.count_bad(record, number, n)
                     else:
                         good.append((n, row, record))
-                if bad.count:
-                    continue  # only the other bad rows matter
                 encoded = encode(codec, [record for _, _, record in good])
                 for (n, row, record), (sample, reasons) in zip(good, encoded, strict=True):
                     _count_keys(file, row, row_format, codec.template)
@@ -278,8 +275,6 @@ def _tokenise(
                     stats.count_turns(reasons, number, n)
                     stats.note_system(record)
                     yield sample, number, n
-    if bad.count:
-        raise bad.error()
 
 
 def _count_left_out(

@@ -391,7 +391,7 @@ def _sample(chat: Rendered, reasons: Counter) -> Sample:
         if not codec.train_on_prompt:
             chat, spans = _learnt_spans(chat, reasons)
     if record.tokens:
-        ids, is_label = map(np.array, record.tokens)
+        ids, is_label = record.tokens
     else:
         ids = np.array(chat.encoding.ids)
         is_label = np.full(len(ids), spans is None)

@@ -14,7 +14,6 @@ MARKS = (
     "loss_scale",
     "step_loss_mask",
 )
-MASK = "mask"  # to some 0 means not learnt, to others 1 does
 # Words in a key's name: it may say what is learnt; it says so by what it excludes.
 MAY_MARK = re.compile(
     "mask(s|ed|ing)?|loss(es)?|train(s|ed|ing|able)?|learn(s|ed|t|ing|able)?|weight(s|ed)?"
@@ -44,7 +43,7 @@ def _excluding(key: str) -> tuple[int, ...]:
     words = [word.lower() for word in re.findall("[A-Z]+(?![a-z])|[A-Z]?[a-z]+", key)]
     if not any(map(MAY_MARK.fullmatch, words)):
         return ()
-    if words[0] == MASK:
+    if words[0] == "mask":  # to some 0 means not learnt, to others 1 does
         return (0, 1)
     return (len([word for word in words if EXCLUDES.fullmatch(word)]) % 2,)  # "not masked": 0
 

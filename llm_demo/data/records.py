@@ -11,8 +11,8 @@ import numpy as np
 
 from llm_demo.core.errors import UserError
 from llm_demo.data.bad_rows import Bad, BadRows, Misread, short_reason
-from llm_demo.data.marks import MARKS, MASK, may_exclude, reads
-from llm_demo.data.turns import Record, assistant
+from llm_demo.data.marks import MARKS, may_exclude, reads
+from llm_demo.data.turns import Record
 from llm_demo.flags.parsing import template_variables
 from llm_demo.machine.files import DECODER
 
@@ -20,6 +20,10 @@ from llm_demo.machine.files import DECODER
 REAL = "attention_mask"
 SAYS_WHAT = re.compile("mask|weight|seq_?len|sequence_id|document_id|segment|pixel", re.I)
 LEARNT = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")
+MOST_ID = 2**31 - 1
+# All keys of tokenised rows, with the least and the largest number in each list.
+TOKEN_KEYS = {"input_ids": (0, MOST_ID), "labels": (-100, MOST_ID), "position_ids": (0, MOST_ID)}
+TOKEN_KEYS |= dict.fromkeys((REAL, *LEARNT), (0, 1))
 # Required keys, one choice or more, and optional ones, in the order they are tried on a file's
 # first row. "text" is last and "messages" early because published sets often carry a flattened copy
 # beside the real columns. Any other key is not used, and the log says so.
@@ -34,7 +38,7 @@ TOOLS = ("tools", "tool_defs")  # one thing
 VARIABLES = "chat_template_kwargs"  # of the chat template, for one row, as TRL names them
 PAIR_KEYS = ("system", "history", *TOOLS, VARIABLES)
 FORMATS = {
-    "tokens": ((("input_ids",),), ("labels", REAL, *LEARNT, "position_ids")),
+    "tokens": ((("input_ids",),), tuple(TOKEN_KEYS)),
     "messages": ((("messages",),), ("system", *TOOLS, VARIABLES)),
     "conversations": ((("conversations",),), ("system", *TOOLS, VARIABLES)),
     "prompt": ((("prompt", "completion"), ("prompt", "response")), PAIR_KEYS),
@@ -115,45 +119,42 @@ def _format_of(present) -> RowFormat | None:
 
 
 def open_rows(
-    rows: Iterator, place: str, flags, bad: BadRows, template: str | None = None
+    rows: Iterator, place: str, flags, template: str | None = None
 ) -> tuple[RowFormat, Iterator[tuple[int, dict, Record | Bad]]]:
-    """(how a file is read, its rows: their number, as they are, as a record). Bad rows are left out
-    and counted in `bad`. With --skip_bad_rows they are kept: {} and the reason. Raises UserError if
-    there is no good row to tell the format, after so many bad rows that `bad` is full, and for a
-    file with nothing but bad rows.
+    """(how a file is read, its rows: their number, as they are, as a record). Bad rows end the
+    file, all of them in one UserError. With --skip_bad_rows they are kept: {} and the reason.
+    Raises UserError if there is no good row to tell the format, and for a file with nothing but bad
+    rows.
 
     rows: of read_rows; place: what stands before their numbers; flags: a DataArgs; template: as in
     `to_record`."""
-    begin = []
-    row_format = _detect(rows, begin, place, flags)
-    rows = itertools.chain(begin, rows)
-    return row_format, _records(rows, place, row_format, flags, bad, template)
+    begin = list(itertools.islice(rows, TRIED))
+    row_format = _detect(begin, place, flags)
+    return row_format, _records(itertools.chain(begin, rows), place, row_format, flags, template)
 
 
-def _detect(rows: Iterator, begin: list, place: str, flags) -> RowFormat:
-    """How a file is read: as its first row tells, or the first one that is in a known format. Adds
-    the rows that are read for that to `begin`."""
-    bad, unknown = BadRows(False), None
-    for n, row in itertools.islice(rows, TRIED):
-        begin.append((n, row))
-        if isinstance(row, Bad):
-            bad.add(f"{place}{n}", UserError(row))
-            continue
+def _detect(begin: list[tuple[int, dict | Bad]], place: str, flags) -> RowFormat:
+    """How a file is read, by the first of these rows that is in a known format."""
+    problem = None
+    for n, row in begin:
         try:
+            if isinstance(row, Bad):
+                raise UserError(row)
             row_format = detect_format(row, flags)
         except UserError as error:
-            unknown = unknown or UserError(f"{place}{n}: {error}")
+            problem = problem or UserError(f"{place}{n}: {error}")
             continue
-        if len(begin) > 1 and row_format.why == "first row":
+        if problem and row_format.why == "first row":
             row_format = row_format._replace(why=f"row {n}")
         return row_format
-    raise unknown or bad.error()
+    raise problem
 
 
 def _records(
-    rows: Iterable, place: str, row_format: RowFormat, flags, bad: BadRows, template: str | None
+    rows: Iterable, place: str, row_format: RowFormat, flags, template: str | None
 ) -> Iterator[tuple[int, dict, Record | Bad]]:
-    skipped, good = BadRows(False), 0
+    bad, skipped = BadRows(), BadRows()
+    good = 0
     for n, row in rows:
         try:
             if isinstance(row, Bad):
@@ -163,16 +164,17 @@ def _records(
             if flags.skip_bad_rows and not isinstance(error, Misread):
                 skipped.add(f"{place}{n}", error)
                 yield n, {}, short_reason(str(error))
-                continue
-            bad.add(f"{place}{n}", error)
-            if bad.full:
-                raise bad.error() from None
+            else:
+                bad.add(f"{place}{n}", error)
             continue
         good += 1
-        bad.good += 1
-        yield n, row, record
-    if skipped.count and not good:
-        raise skipped.error("no row of this file can be read: ")
+        if not bad.count:  # else only the other bad rows matter
+            yield n, row, record
+    if bad.count:
+        can_skip = flags.skip_bad_rows is False and good and not bad.misread
+        raise UserError(f"{bad}; --skip_bad_rows skips bad rows" if can_skip else str(bad))
+    if not good:
+        raise UserError(f"no row of this file can be read: {skipped}")
 
 
 def keys_of(row: dict, row_format: RowFormat) -> tuple[list[str], list[str]]:
@@ -197,11 +199,10 @@ def to_record(row: dict, row_format: RowFormat, template: str | None = None) -> 
             f"accepted: {ACCEPTED}"
         )
     used, unused = keys_of(row, row_format)
+    _refuse_keys(row, kind, unused, template)
     if kind == "tokens":
-        _refuse_unknown_masks(row, unused, template)
-        optional = {k: row[k] for k in FORMATS[kind][1] if row.get(k) is not None}  # [] too
-        return Record(None, tokens=_tokens(row["input_ids"], optional))
-    _refuse_keys(row, unused, template)
+        optional = {key: row[key] for key in TOKEN_KEYS if row.get(key) is not None}  # [] too
+        return Record(None, tokens=_tokens({"input_ids": row["input_ids"], **optional}))
     if kind == "text":
         return Record(None, text=_text_of(row["text"], "text"))
     optional = {key: row[key] for key in used}
@@ -227,28 +228,25 @@ def to_record(row: dict, row_format: RowFormat, template: str | None = None) -> 
     )
 
 
-def _refuse_unknown_masks(row: dict, unused: list[str], template: str | None) -> None:
-    """Raise Misread for keys that may say what is learnt or where documents end."""
+def _refuse_keys(row: dict, kind: str, unused: list[str], template: str | None) -> None:
+    """Raise Misread for keys of a row that may say what is learnt or, of token ids, where documents
+    end, and UserError for pictures and the like."""
     for key in unused:
-        is_mark = template is not None and key in MARKS and may_exclude(key, row[key])
-        if is_mark or (SAYS_WHAT.search(key) and key != "special_tokens_mask"):
+        is_mark = (
+            template is not None and key in ("mask", *MARKS, *LEARNT) and may_exclude(key, row[key])
+        )
+        says_what = SAYS_WHAT.search(key) and key != "special_tokens_mask"
+        if kind == "tokens" and (is_mark or says_what):
             raise Misread(
                 f"{key!r} is not known beside 'input_ids': remove it, or name what is "
                 f"learnt 'labels' or one of {', '.join(LEARNT)}"
             )
-
-
-def _refuse_keys(row: dict, unused: list[str], template: str | None) -> None:
-    """Raise Misread for marks of a row, and UserError for pictures and the like."""
-    if template is not None:
-        for key in unused:
-            if key in (*MARKS, MASK, *LEARNT) and may_exclude(key, row[key]):
-                raise Misread(
-                    f"this row has {_pair(key, row[key])}, but only turns have marks: leave such "
-                    "rows out, or mark their turns with 'train' false"
-                )
-    for key in MEDIA:
-        if key in unused:
+        if is_mark:
+            raise Misread(
+                f"this row has {key!r}: {_shown(row[key])}, but only turns have marks: leave such "
+                "rows out, or mark their turns with 'train' false"
+            )
+        if key in MEDIA:
             raise UserError(f"this row has {key!r}, but {ONLY_TEXT}")
 
 
@@ -276,36 +274,12 @@ def _marks(messages: list[dict]) -> dict[int, bool]:
         values = [message.pop(key) for key in MARKS if key in message]
         if values:
             marks[number] = all(values)
-    return _by_masks(messages, marks) | marks
+    return marks
 
 
-def _by_masks(messages: list[dict], marks: dict[int, bool]) -> dict[int, bool]:
-    """{number of a message: learn it} by the answers' masks, which are removed. What a mask of 1
-    means is certain if other marks of the same turns show it, or if all other turns have one and no
-    answer has. Raises Misread if it is not."""
-    masks = {i: message.pop(MASK) for i, message in enumerate(messages) if MASK in message}
-    if not masks:
-        return {}
-    of_answers = {i: value for i, value in masks.items() if assistant(messages[i])}
-    of_others = [value for i, value in masks.items() if i not in of_answers]
-    learnt = {marks[i] if value else not marks[i] for i, value in masks.items() if i in marks}
-    if not learnt and of_others and all(of_others) and not any(of_answers.values()):
-        learnt = {False}
-    if not of_answers and len(learnt) < 2:
-        return {}
-    if len(learnt) != 1 or not all(value in (0, 1) for value in masks.values()):
-        raise Misread(
-            f"{MASK!r} of the turns may mean learnt or left out: rename it 'loss_mask' (0 or "
-            "false: not learnt)"
-        )
-    one_is_learnt = learnt.pop()
-    return {i: bool(value) == one_is_learnt for i, value in of_answers.items()}
-
-
-def _pair(key: str, value) -> str:
-    """A key and its value, not all of a long one, for an error."""
-    text = repr(value)
-    return f"{key!r}: {text if len(text) < 60 else f'{text[:60]} …'}"
+def _shown(value) -> str:
+    """A value for an error, not all of a long one."""
+    return json.dumps(value, default=str)[:60]
 
 
 def _system(optional: dict, messages: list[dict]) -> list[dict]:
@@ -332,19 +306,16 @@ def _history(history, template: str | None) -> list[dict]:
     return _messages(turns, "history", template)
 
 
-def _tokens(ids, optional: dict) -> tuple[list[int], list[bool]]:
-    """(ids, which are learnt) of a tokenised row, without its padding. optional: its labels (the
-    same ids, -100 where not learnt), masks and positions. Raises UserError if they are of another
-    form or contradict one another."""
-    for key, value in {"input_ids": ids, **optional}.items():
-        kind = "integers"
-        if key == "input_ids":
-            kind = "token ids"
-        elif key in (REAL, *LEARNT):
-            kind = "0 and 1"
-        if not (isinstance(value, list) and len(value) == len(ids) and _all_are(kind, value)):
-            raise UserError(f"{key!r} must be a list of {kind}, one for each token")
-    real = np.array(optional.get(REAL, [1] * len(ids)), bool)
+def _tokens(optional: dict) -> tuple[np.ndarray, np.ndarray]:
+    """(ids, which are learnt) of a tokenised row, without its padding. optional: its ids, labels
+    (the same ids, -100 where not learnt), masks and positions. Raises UserError if they are of
+    another form or contradict one another."""
+    given = {key: _whole_numbers(key, values) for key, values in optional.items()}
+    ids = given["input_ids"]
+    for key, numbers in given.items():
+        if len(numbers) != len(ids):
+            raise UserError(f"{key!r} must be a list of numbers, one for each token")
+    real = given.get(REAL, np.ones(len(ids))).astype(bool)
     at = np.flatnonzero(real)
     part = slice(at[0], at[-1] + 1) if len(at) else slice(0)
     if not real[part].all():
@@ -352,35 +323,37 @@ def _tokens(ids, optional: dict) -> tuple[list[int], list[bool]]:
             "'attention_mask' has a 0 between ones: only padding at the beginning or the end is "
             "supported"
         )
-    positions = optional.get("position_ids")
-    if positions and positions[part] != list(range(len(at))):
+    if "position_ids" in given and (given["position_ids"][part] != np.arange(len(at))).any():
         raise Misread("'position_ids' must count from 0: give each document as a row of its own")
-    masks = {key: np.array(optional[key], bool) for key in LEARNT if key in optional}
-    if "labels" in optional:
-        labels = np.array(optional["labels"])
+    masks = {key: given[key].astype(bool) for key in LEARNT if key in given}
+    if "labels" in given:
+        labels = given["labels"]
         if ((labels != -100) & (labels != ids))[part].any():
             raise Misread(
                 "'labels' must equal 'input_ids' (not shifted), or be -100 where not learnt"
             )
         # a copy of the ids learns no padding on purpose
         masks["labels"] = real if (labels == ids).all() else labels != -100
-    learnt = real
+    learnt = next(iter(masks.values()), real)
     for key, mask in masks.items():
         if mask[~real].any():
             raise Misread(f"{key!r} contradicts {REAL!r}: padding can't be learnt")
-        first = next(iter(masks))
-        if (mask != masks[first])[part][1:].any():  # nothing predicts a first token
-            raise Misread(f"{first!r} and {key!r} contradict each other: keep one")
-        learnt = mask
-    return ids[part], learnt[part].tolist()
+        if (mask != learnt)[part][1:].any():  # nothing predicts a first token
+            raise Misread(f"{' and '.join(masks)} contradict each other: keep one")
+    return ids[part], learnt[part]
 
 
-def _all_are(kind: str, values: list) -> bool:
-    if kind == "0 and 1":
-        return all(value in (0, 1) for value in values)
-    if not all(type(value) is int for value in values):
-        return False
-    return kind == "integers" or all(0 <= value < 2**31 for value in values)
+def _whole_numbers(key: str, values) -> np.ndarray:
+    """The whole numbers under a key of a tokenised row. Raises UserError if they are none."""
+    least, most = TOKEN_KEYS[key]
+    try:
+        numbers = np.array(values)
+    except ValueError:  # lists of unequal lengths
+        numbers = np.array("")
+    are_numbers = numbers.ndim == 1 and numbers.dtype.kind in "bif"
+    if not are_numbers or ((numbers < least) | (numbers > most) | (numbers % 1 != 0)).any():
+        raise UserError(f"{key!r} must be a list of whole numbers from {least:,} to {most:,}")
+    return numbers
 
 
 def _messages(turns, key: str, template: str | None) -> list[dict]:
@@ -388,14 +361,13 @@ def _messages(turns, key: str, template: str | None) -> list[dict]:
     which null is the same as no key. template: as in `to_record`."""
     turns = _from_json(turns)  # in a table
     if not isinstance(turns, list):
-        what = "a string that is not JSON" if isinstance(turns, str) else _kind(turns)
-        raise UserError(f"{key!r} must be a list of turns, not {what}")
+        raise UserError(f"{key!r} must be a list of turns, not {_shown(turns)}")
     return [_message(turn, f"{key}[{number}]", template) for number, turn in enumerate(turns)]
 
 
 def _message(turn, place: str, template: str | None) -> dict:
     if not isinstance(turn, dict):
-        raise UserError(f"{place} must be an object, not {_kind(turn)}")
+        raise UserError(f"{place} must be an object, not {_shown(turn)}")
     role = turn.get("from") if turn.get("role") is None else turn["role"]
     name = role.strip().lower() if isinstance(role, str) else None
     if name not in ROLES:
@@ -413,13 +385,12 @@ def _message(turn, place: str, template: str | None) -> dict:
         calls = [older_call]
     if name in CALLS and not calls:
         content, calls = None, _from_json(content)
-        if not isinstance(calls, list):
-            calls = [calls]
     if content is None and calls:
         content = ""  # OpenAI writes null beside tool calls
     message = {"role": ROLES[name], "content": ""}
     if calls:
-        message["tool_calls"] = _calls(calls, place)
+        calls = calls if isinstance(calls, list) else [calls]
+        message["tool_calls"] = [_call(call, place) for call in calls]
     message["content"] = _text_of(content, place)
     key, reasoning = _value(REASONING_KEYS, place, turn)
     if reasoning is not None:
@@ -442,18 +413,19 @@ def _refuse_marks(turn: dict, place: str, template: str | None) -> None:
     if template is None or not all(marks.values()):
         return
     for key, value in turn.items():
-        known = key in (*MARKS, MASK) or key in TURN
+        known = key in MARKS or key in TURN
         if not known and may_exclude(key, value) and not reads(template, key):
             raise Misread(
-                f"{place}: {_pair(key, value)} is not known, and may exclude the turn or a part of "
-                "it: remove the key, or mark turns that are not learnt with 'train' false"
+                f"{place}: {key!r}: {_shown(value)} is not known, and may exclude the "
+                "turn or a part of it: remove the key, or mark turns that are not learnt with "
+                "'train' false"
             )
     content = next((turn[key] for key in CONTENT if isinstance(turn.get(key), list)), [])
     for key, value in (item for part in content if _is_part(part) for item in part.items()):
         if may_exclude(key, value):
             raise Misread(
-                f"{place}: a part of its content has {_pair(key, value)}, but a turn is learnt as "
-                "a whole: give it as turns of their own, or remove the key"
+                f"{place}: a part of its content has {key!r}: {_shown(value)}, but a turn "
+                "is learnt as a whole: give it as turns of their own, or remove the key"
             )
 
 
@@ -461,22 +433,11 @@ def _value(keys: tuple[str, ...], place: str, *objects: dict) -> tuple[str, obje
     """(key, value) of what these objects have under one of the keys; ("", None) if nothing. Raises
     UserError if two differ."""
     given = [(key, each[key]) for each in objects for key in keys if each.get(key) is not None]
-    if len(given) > 1:
-        given = [(k, v) for k, v in given if _meaning(v) not in EMPTY] or given[:1]
-    for key, value in given[1:]:
-        if _meaning(value) != _meaning(given[0][1]):
-            raise UserError(f"{place}: {given[0][0]!r} and {key!r} differ: keep one")
-    return given[0] if given else ("", None)
-
-
-def _meaning(value):
-    """A value in a form that can be compared: the text of parts, an object behind JSON text."""
-    with contextlib.suppress(UserError):
-        value = _text_of(value, "").strip()
-    if isinstance(value, str) and value.startswith("{"):
-        with contextlib.suppress(ValueError, RecursionError):
-            return DECODER.decode(value)
-    return None if value is False else value
+    filled = [(key, value) for key, value in given if value not in EMPTY] or given[:1]
+    for key, value in filled[1:]:
+        if value != filled[0][1]:
+            raise UserError(f"{place}: {filled[0][0]!r} and {key!r} differ: keep one")
+    return filled[0] if filled else ("", None)
 
 
 def _text_of(value, place: str) -> str:
@@ -488,7 +449,7 @@ def _text_of(value, place: str) -> str:
                 raise UserError(f"{place} has a part of type {kind!r}; only text is supported")
         value = "".join(part["text"] for part in value)
     if not isinstance(value, str):
-        raise UserError(f"{place} must be text, not {_kind(value)}")
+        raise UserError(f"{place} must be text, not {_shown(value)}")
     try:
         value.encode()  # the tokenizer's own error names neither file nor line
     except UnicodeEncodeError:
@@ -496,46 +457,45 @@ def _text_of(value, place: str) -> str:
     return value
 
 
-def _calls(calls, place: str) -> list[dict]:
-    """Tool calls as OpenAI nests them, with arguments as an object. Raises UserError."""
-    nested = []
-    for call in calls if isinstance(calls, list) else [None]:
-        function = (call.get("function") or call) if isinstance(call, dict) else None
-        if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
-            raise UserError(f"{place}: tool_calls must be a list of function calls")
-        name, objects = function["name"], [function] if function is call else [function, call]
-        given, arguments = _value(ARGUMENTS, f"{place}: call of {name}", *objects)
-        known, arguments = ("name", "function", *ARGUMENTS), arguments or {}
-        for key, value in function.items():
-            if not given and isinstance(value, dict) and key not in known:
-                raise UserError(
-                    f"{place}: the call of {name} has {key!r} but no 'arguments': rename it"
-                )
-        try:
-            if isinstance(arguments, str):
-                arguments = DECODER.decode(arguments.strip() or "{}")
-            json.dumps(arguments)  # a table may have dates or bytes
-            if not isinstance(arguments, dict):
-                raise TypeError(f"it is {_kind(arguments)}")
-        except (ValueError, TypeError, RecursionError) as error:
+def _call(call, place: str) -> dict:
+    """A tool call as OpenAI nests it, with its arguments as an object. Raises UserError."""
+    function = (call.get("function") or call) if isinstance(call, dict) else None
+    if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
+        raise UserError(f"{place}: tool_calls must be a list of function calls")
+    name = function["name"]
+    objects = [{key: _from_json(each.get(key)) for key in ARGUMENTS} for each in (function, call)]
+    given, arguments = _value(ARGUMENTS, f"{place}: call of {name}", *objects)
+    known = ("name", "function", *ARGUMENTS)
+    for key, value in function.items():
+        if not given and isinstance(value, dict) and key not in known:
             raise UserError(
-                f"{place}: the arguments of {name} must be a JSON object: {error}"
-            ) from None
-        outer = {k: v for k, v in call.items() if k not in (*known, "type")}
-        inner = {} if function is call else function
-        inner = {k: v for k, v in inner.items() if k not in (*known, *outer)}
-        function = {"name": name, "arguments": arguments, **inner}
-        nested.append({"type": "function", **outer, "function": function})
-    return nested
+                f"{place}: the call of {name} has {key!r} but no 'arguments': rename it"
+            )
+    arguments = arguments or {}
+    try:
+        json.dumps(arguments)  # a table may have dates or bytes
+        if not isinstance(arguments, dict):
+            raise TypeError(f"not {_shown(arguments)}")
+    except (TypeError, RecursionError) as error:
+        raise UserError(
+            f"{place}: the arguments of {name} must be a JSON object: {error}"
+        ) from None
+    outer = {k: v for k, v in call.items() if k not in (*known, "type")}
+    inner = {} if function is call else function
+    inner = {k: v for k, v in inner.items() if k not in (*known, *outer)}
+    function = {"name": name, "arguments": arguments, **inner}
+    return {"type": "function", **outer, "function": function}
 
 
 def _tools(optional: dict) -> list | None:
     """The row's tool schemas. Columns exported from tables hold them as one JSON string."""
     given = {key: _from_json(optional[key]) for key in TOOLS if key in optional}
     key, tools = _value(TOOLS, "this row", given)
-    tools = tools or None
-    tools = [_from_json(tool) for tool in tools] if isinstance(tools, list) else tools
-    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+    if not tools:
+        return None
+    if isinstance(tools, list):
+        tools = [_from_json(tool) for tool in tools]
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise UserError(f"{key!r} must be a list of JSON schemas")
     return tools
 
@@ -563,9 +523,3 @@ def _from_json(value):
 
 def _is_part(value) -> bool:
     return isinstance(value, dict) and "type" in value and "role" not in value
-
-
-def _kind(value) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
-    names |= {int: "a number", float: "a number", bytes: "binary data", type(None): "null"}
-    return names.get(type(value), f"a {type(value).__name__}")

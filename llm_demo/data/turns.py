@@ -63,7 +63,7 @@ class Record(NamedTuple):
     messages: list[dict] | None  # role, content, other keys of the chat template
     text: str = ""
     tools: list | None = None
-    tokens: tuple[list[int], list[bool]] | None = None  # ids, and which are labels
+    tokens: tuple[np.ndarray, np.ndarray] | None = None  # ids, and which are labels
     context: frozenset[int] = frozenset()  # message numbers of the prompt, never learnt
     marks: dict[int, bool] = {}  # message number -> learn it, by its weight, train or loss_mask
     chat_template_kwargs: dict = {}  # variables of the chat template, for this row
