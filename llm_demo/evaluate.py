@@ -10,7 +10,6 @@ import gc
 import math
 import re
 import sys
-import time
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -85,7 +84,8 @@ def day(text: str) -> str:
 
 
 def check(args) -> None:
-    """Raise UserError for flags that can't be used, and for files and folders that are missing."""
+    """Raise UserError for flags that can't be used, for files and folders that are missing, and for
+    bad rows."""
     if args.answer_regex and args.train_on_prompt:
         raise UserError(
             "--answer_regex does not work with --train_on_prompt: no token is an answer"
@@ -101,7 +101,8 @@ def check(args) -> None:
         refuse_unwritable(args.out, "--out")
     for name in args.models:
         find_here(name)
-    find_files(args.data)
+    files, _ = find_files(args.data)
+    check_rows(files, data_flags(args))
 
 
 def data_flags(args) -> DataArgs:
@@ -111,15 +112,8 @@ def data_flags(args) -> DataArgs:
     return DataArgs(pack_sequences=False, skip_bad_rows=None, **flags)
 
 
-def look_at_data(args) -> None:
-    """`check`, and the same for bad rows."""
-    check(args)
-    files, _ = find_files(args.data)
-    check_rows(files, data_flags(args))
-
-
 if __name__ == "__main__":  # before the slow imports
-    early(lambda: make_parser().parse_args(), look_at_data)
+    early(lambda: make_parser().parse_args(), check)
 
 import numpy as np
 import torch
@@ -135,7 +129,7 @@ from llm_demo.data.questions import question_reader
 from llm_demo.machine.device import pick_dtype, this_device
 from llm_demo.machine.dist import run
 from llm_demo.machine.files import write_json, write_text
-from llm_demo.machine.text import blame, counted, progress
+from llm_demo.machine.text import blame, progress
 from llm_demo.model.model_folder import load_model, open_model
 from llm_demo.model.positions import length_dependent_rope, position_limit
 from llm_demo.model.source import find_model, load_config, load_tokenizer, set_variables, with_date
@@ -191,7 +185,7 @@ def evaluate(name: str, args, device: torch.device, dtype: torch.dtype) -> dict:
     batch_size = 1 if length_dependent_rope(config) else args.batch_size
     files = []
     for path, packs in zip(paths, data, strict=True):
-        files.append(evaluate_file(path, packs, model, tokenizer, batch_size, args, name))
+        files.append(evaluate_file(path, packs, model, tokenizer, batch_size, args))
     return {"model": name, "files": files}
 
 
@@ -206,16 +200,12 @@ def open_tokenizer(name: str, folder: Path, args):
     return dated
 
 
-def evaluate_file(
-    path: str, packs: Rows, model, tokenizer, batch_size: int | None, args, name: str
-) -> dict:
-    """As `evaluate`, of one file. name: of the model."""
-    started = time.perf_counter()
+def evaluate_file(path: str, packs: Rows, model, tokenizer, batch_size: int | None, args) -> dict:
+    """As `evaluate`, of one file."""
     count = min(args.rows or len(packs), len(packs))
     loss, tokens, right = in_batches(
         batch_size, model.device, lambda batch: mean_loss(batch, model, packs, count)
     )
-    log_time(f"{name}: loss of {counted(count, 'document')} of {path}", started)
     figures = {
         "file": path,
         "rows": count,
@@ -224,12 +214,9 @@ def evaluate_file(
         "perplexity": math.exp(min(loss, 700)),
         "answered_exactly": right / count,
     }
-    started = time.perf_counter()
     asked = count if args.answer_regex else min(args.show, count)
     pairs = prompts_of(packs, asked, 10**9)
     rows = answered(model, tokenizer, pairs, batch_size, args.max_new_tokens)
-    if rows:
-        log_time(f"{name}: {counted(len(rows), 'answer')}", started)
     if args.answer_regex:
         same = []
         for row in rows:
@@ -265,10 +252,6 @@ def answered(
 
 def log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def log_time(what: str, started: float) -> None:
-    log(f"{what} in {time.perf_counter() - started:.1f} s")
 
 
 def in_batches(batch_size: int | None, device: torch.device, work: Callable):

@@ -208,7 +208,7 @@ def part_of(sizes: Sizes, s: Settings, flight: dict[int, int]) -> Part:
     gathered = sum(on_a_rank(b, s.tensor_parallel, s.expert_parallel) for b in sizes.blocks)
     stored = sum(block.parameters for block in sizes.blocks)
     if s.lora and s.lora.in_4_bits:
-        numbers, taken = map(sum, zip(*s.lora.in_4_bits, strict=True))
+        numbers, taken = s.lora.in_4_bits
         gathered = stored = gathered - numbers + taken / s.size
     ends = (0 in flight) + (max(len(s.counts), 1) - 1 in flight)
     if sizes.tied and s.engine != "fsdp_pp":  # where a tied head is a copy

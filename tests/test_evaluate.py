@@ -77,9 +77,8 @@ def test_losses_of_other_families_are_those_of_transformers(name, folder, tmp_pa
 
 @pytest.mark.filterwarnings("error::FutureWarning")  # of names that transformers drops
 @pytest.mark.parametrize("batch", [1, 3])
-def test_loss_and_answers_are_those_of_plain_transformers(batch, folder, capsys):
+def test_loss_and_answers_are_those_of_plain_transformers(batch, folder):
     found = evaluated(folder / "base", arguments(folder, "--batch_size", str(batch)))
-    assert "base: 3 answers in " in capsys.readouterr().err
     (file,) = found["files"]
     model = AutoModelForCausalLM.from_pretrained(folder / "base").eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
@@ -99,10 +98,9 @@ def test_loss_and_answers_are_those_of_plain_transformers(batch, folder, capsys)
         assert shown["expected"].strip() == row["answer"].strip()
 
 
-def test_no_answer_is_generated_if_none_is_shown(folder, capsys):
+def test_no_answer_is_generated_if_none_is_shown(folder):
     found = evaluated(folder / "base", arguments(folder, "--rows", "2", "--show", "0"))
     assert found["files"][0]["rows"] == 2 and found["files"][0]["answers"] == []
-    assert "answers" not in capsys.readouterr().err
 
 
 def test_the_command_writes_a_table_and_json(folder, tmp_path, capsys):

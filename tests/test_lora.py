@@ -11,7 +11,7 @@ import pytest
 import test_parity as parity
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, TINY, assert_same_tensors, run, slow, torchrun
+from conftest import ROOT, TINY, assert_same_tensors, refused, run, slow, torchrun
 from peft import LoraConfig, PeftModel, get_peft_model
 from test_parity import assert_equal, plain_loop, train
 from tiny_tokenizer import packs_of
@@ -402,10 +402,8 @@ def test_a_base_of_random_weights_is_known_by_its_seed(work, tmp_path):
     (tmp_path / "data.jsonl").write_text((folder / "data.jsonl").read_text())
     flags = run_flags(tmp_path, "bare", tmp_path / "run")
     torchrun(1, ROOT / "fsdp/train_fsdp.py", *flags)
-    done = exported(tmp_path / "run", tmp_path / "out", "--merge", "--dtype", "fp32")
-    assert done.returncode == 0, done.stderr
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    assert loss_of(model, folder) == pytest.approx(last_loss(tmp_path / "run"), rel=1e-5)
+    with refused("bare, the adapters' base, has no weights"):
+        export(at(tmp_path / "run", 4), tmp_path / "out", merge=True)
     again = run_flags(tmp_path, "bare", tmp_path / "b", "--resume", tmp_path / "run", "--seed", "9")
     done = run([sys.executable, ROOT / "fsdp/train_fsdp.py", *again, "--resume_anyway"])
     assert done.returncode == 2 and "seed was 3, is 9" in done.stderr

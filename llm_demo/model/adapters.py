@@ -168,19 +168,18 @@ def choose_lora(args, config, base: dict, packed: Container[str] | None = None) 
     active = total
     if routed:
         active -= routed - routed // experts_of(config) * config.num_experts_per_tok
-    stored = in_4_bits(config, shapes, packed) if args.base_bits == 4 else ()
+    stored = in_4_bits(shapes, packed) if args.base_bits == 4 else None
     return lora._replace(parameters=total, routed=routed, active=active, in_4_bits=stored)
 
 
-def in_4_bits(config, shapes: dict[str, tuple], packed: Container[str] | None) -> tuple:
+def in_4_bits(shapes: dict[str, tuple], packed: Container[str] | None) -> tuple[int, int]:
     """As of Lora. packed: as of choose_lora; by default all matrices of rows in whole blocks."""
-    found = [(0, 0)] * config.num_hidden_layers
+    numbers = taken = 0
     for name, shape in shapes.items():
         if (name in packed) if packed else len(shape) == 2 and shape[1] % BLOCK == 0:
-            i = int(name.split(".layers.")[1].split(".")[0])
-            sizes = math.prod(shape), shape[0] * row_bytes(shape[1])
-            found[i] = tuple(map(sum, zip(found[i], sizes, strict=True)))
-    return tuple(found)
+            numbers += math.prod(shape)
+            taken += shape[0] * row_bytes(shape[1])
+    return numbers, taken
 
 
 def factor_names(name: str) -> tuple[str, str]:

@@ -9,10 +9,8 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 
-from llm_demo.core.decoder import materialise, skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import DECAYS
-from llm_demo.machine.device import this_device
 from llm_demo.machine.files import write_json
 from llm_demo.machine.text import blame, size_of, watched
 from llm_demo.model.adapter_folder import BASE, BITS
@@ -104,22 +102,8 @@ def write_adapter(
     return sum(t.nbytes for t in tensors.values())
 
 
-def merged(
-    adapters: Values, shapes: dict[str, tuple], config, lora: dict, base: Weights | None
-) -> Values:
-    """The sums of a base and its adapters. shapes: of the factors; base: its weights, None for
-    random ones."""
-    lm = None if base else skeleton(config, "sdpa")
-    seed, device = lora["base"].get("seed", 0), torch.device(this_device().type)
-
-    def read_base(name: str) -> torch.Tensor:
-        if base:
-            return base.read(name)
-        owner, _, kind = name.rpartition(".")
-        module = materialise(lm, owner, None, seed, device)
-        weight = getattr(module, kind).detach()
-        module.to("meta")
-        return weight
+def merged(adapters: Values, shapes: dict[str, tuple], lora: dict, base: Weights) -> Values:
+    """The sums of a base and its adapters. shapes: of the factors."""
 
     def read(tensors: dict[str, torch.Tensor]) -> None:
         factors = {}
@@ -129,7 +113,7 @@ def merged(
                     factors[factor] = torch.empty(shapes[factor])
         adapters.read(factors)
         for name, t in tensors.items():
-            t.copy_(read_base(name))
+            t.copy_(base.read(name))
             merge_into(name, t, factors, lora)
 
     return Values(adapters.path, read)

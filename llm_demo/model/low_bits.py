@@ -39,8 +39,16 @@ FP8 = {
     "quant_method": "fp8",
     "weight_block_size": [BLOCK, BLOCK],
 }
-# of a `quantization_config` of bitsandbytes, see below
-NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+# of a `quantization_config`, what is read
+READ = (
+    {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]},
+    {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+    },
+)
 # Of a block, what is quantised: all linear layers but routers and gates.
 LINEAR = re.compile(r"model\.layers\.\d+\..+_proj(_with_mqa)?\.weight")
 # Servers compute these as one layer, and refuse one whose parts differ in dtype.
@@ -53,27 +61,17 @@ TOGETHER = {
 }
 
 
-def why_unread(quantization) -> str | None:
+def why_unread(quantization: dict | None) -> str | None:
     """Why weights with this `quantization_config` can't be read, if so. None: they have none."""
     if not quantization:
         return None
-    method = quantization.get("quant_method")
-    if method == "fp8":
-        e4m3 = quantization.get("fmt", "e4m3") == "e4m3"
-        if e4m3 and quantization.get("weight_block_size") in ([BLOCK, BLOCK], (BLOCK, BLOCK)):
+    given = {"fmt": "e4m3"} | quantization
+    for known in READ:
+        if all(given.get(key) == value for key, value in known.items()):
             return None
-    elif method == "bitsandbytes":
-        others = [f"{k} {quantization.get(k)}" for k, v in NF4.items() if quantization.get(k) != v]
-        if not others:
-            return None
-        method = f"bitsandbytes with {', '.join(others)}"
-    return _unread(method)
-
-
-def _unread(method) -> str:
     return (
-        f"its weights are quantized in a way that is not read (quant_method {str(method)[:160]}): "
-        f"give a copy in bf16, in fp8 with blocks of {BLOCK} x {BLOCK}, or under adapters in "
+        f"its weights are quantized in a way that is not read ({str(quantization)[:160]}): give a "
+        f"copy in bf16, in fp8 with blocks of {BLOCK} x {BLOCK}, or under adapters in "
         "bitsandbytes' NF4 with double quantization"
     )
 

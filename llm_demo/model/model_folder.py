@@ -69,8 +69,9 @@ def find_source(args: Args, world: World, seq_len: int) -> tuple[Source, list[st
     lines.append(f"model: {config.model_type}, {blocks}, {size}{origin}")
     if weights and weights.ignored:
         lines.append(
-            f"weights: not used: {listed(weights.ignored)} (a vision tower, layers of multi-token "
-            "prediction, rotary frequencies, what the index does not name)"
+            f"weights: {len(weights.ignored)} not used: {', '.join(weights.ignored[:3])} (a vision "
+            "tower, layers of multi-token prediction, rotary frequencies, what the index does not "
+            "name)"
         )
     limit = position_limit(config)
     if limit and seq_len > limit:
@@ -87,13 +88,6 @@ def find_source(args: Args, world: World, seq_len: int) -> tuple[Source, list[st
         for line in from_rank0(world, lambda: try_describe(folder, tokenizer, config)):
             lines.append(f"export: {line}")
     return Source(folder, config, weights, tokenizer), lines
-
-
-def listed(names: list[str], most: int = 3) -> str:
-    """The first of these tensors; those that end in a period stand for all that begin so."""
-    shown = [f"{name}*" if name.endswith(".") else name for name in names[:most]]
-    more = f" and {len(names) - most:,} more" if len(names) > most else ""
-    return ", ".join(shown) + more
 
 
 def open_model(

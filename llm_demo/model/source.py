@@ -151,13 +151,14 @@ def load_tokenizer(name: str, chat_template: str | None = None):
     with blame(folder):
         tokenizer = read_tokenizer(folder)
     if chat_template:
-        tokenizer.chat_template = read_chat_template(Path(chat_template), tokenizer)
+        with blame(f"--chat_template {chat_template}"):
+            tokenizer.chat_template = regular(Path(chat_template)).read_text("utf-8")
+            if "messages" not in tokenizer.chat_template:
+                raise ValueError("not a chat template: it never uses messages")
+            try_template(tokenizer)
     elif tokenizer.chat_template:
         with blame(f"{folder}: chat template (--chat_template sets another)"):
-            template = tokenizer.get_chat_template()
-            if not isinstance(template, str):
-                raise TypeError(f"it is {template!r}")
-            try_template(tokenizer, template)
+            try_template(tokenizer)
     return tokenizer
 
 
@@ -230,12 +231,7 @@ def set_variables(tokenizer, text: str | None, learn_reasoning: bool = True) -> 
 
 
 def as_jinja(value) -> str:
-    """A JSON value as Jinja writes it."""
-    if isinstance(value, dict):
-        pairs = (f"{as_jinja(key)}: {as_jinja(content)}" for key, content in value.items())
-        return "{" + ", ".join(pairs) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(as_jinja, value)) + "]"
+    """A JSON value as Jinja writes it, which has no null within lists and objects."""
     return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
@@ -260,25 +256,12 @@ def with_date(tokenizer, day: str):
     return tokenizer
 
 
-def read_chat_template(file: Path, tokenizer) -> str:
-    """The source of a Jinja chat template. Raises UserError if it can't be read or compiled."""
-    with blame(f"--chat_template {file}"):
-        template = regular(file).read_text("utf-8")
-        if "messages" not in template:
-            raise ValueError("not a chat template: it never uses messages")
-        try:
-            try_template(tokenizer, template)
-        except TemplateSyntaxError as e:
-            raise ValueError(f"line {e.lineno}: {e.message}") from e
-    return template
-
-
-def try_template(tokenizer, template: str) -> None:
-    """Raise TemplateSyntaxError for a template that does not compile."""
-    question = [{"role": "user", "content": "?"}]
+def try_template(tokenizer) -> None:
+    """Raise ValueError for a template that does not compile, and for several without a default."""
+    tokenizer.get_chat_template()
     try:
-        tokenizer.apply_chat_template(question, chat_template=template, tokenize=False)
-    except TemplateSyntaxError:
-        raise
+        tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+    except TemplateSyntaxError as e:
+        raise ValueError(f"line {e.lineno}: {e.message}") from e
     except Exception:  # it may reject this conversation but accept the data's
         pass

@@ -320,7 +320,9 @@ def fingerprint(config) -> str:
     return hash_of({k: v for k, v in config.to_dict().items() if k != "_name_or_path"})[:12]
 
 
-def identity_of(name: str, folder: Path, weights: Weights | None, seed: int, device: str) -> dict:
+def identity_of(
+    name: str, folder: Path, weights: Weights | None, seed: int = 0, device: str = ""
+) -> dict:
     """What adapters belong to. name: of the model, as given. Random weights are known by their seed
     and by the device that draws them."""
     local = Path(os.path.expanduser(name)) == folder

@@ -35,7 +35,7 @@ class Lora(NamedTuple):
     active: int = 0  # of these parameters, those that a token uses
     start: dict | None = None  # the adapters whose values these have before step 1, if any
     read: Callable | None = None  # a factor's name -> its values in them, whole
-    in_4_bits: tuple = ()  # of each block: (numbers that the base has in 4 bits, bytes of them)
+    in_4_bits: tuple[int, int] | None = None  # numbers that the base has so, their bytes
 
     def facts(self) -> dict:
         """What a checkpoint keeps."""

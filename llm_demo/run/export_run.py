@@ -12,7 +12,7 @@ import torch
 
 from llm_demo.core.errors import UserError, printable
 from llm_demo.flags.args import names_of
-from llm_demo.machine.device import DTYPES, drawn_on
+from llm_demo.machine.device import DTYPES
 from llm_demo.machine.files import write_text
 from llm_demo.machine.process import appearing, read_text
 from llm_demo.machine.text import blame, differences
@@ -107,7 +107,7 @@ def export(
                 written.quantization_config = fp8_config(in_files(shapes))
             notes = describe(model, part, tokenizer, written, kind)
             if lora:
-                values = merged(values, held, config, lora, weights)
+                values = merged(values, held, lora, weights)
             n_bytes = write_weights(
                 folder=part,
                 values=values,
@@ -140,7 +140,7 @@ def refuse_incomplete(model: Path) -> None:
             )
 
 
-def find_base(checkpoint: Path, lora: dict, base: str | None) -> tuple[dict, Weights | None]:
+def find_base(checkpoint: Path, lora: dict, base: str | None) -> tuple[dict, Weights]:
     """(lora with the base's place now, the base's weights). lora: as Lora.facts() returned it;
     base: the folder or hub id if it has moved. Raises UserError if it is gone, or another one."""
     name = base or lora["base"]["path"]
@@ -151,8 +151,10 @@ def find_base(checkpoint: Path, lora: dict, base: str | None) -> tuple[dict, Wei
             raise
         raise UserError(f"{e}; if the adapters' base has moved, name it with --base") from None
     weights = open_weights(folder)
+    if weights is None:
+        raise UserError(f"{folder}, the adapters' base, has no weights")
     before = {k: v for k, v in lora["base"].items() if k not in QUANTISED}
-    now = identity_of(name, folder, weights, before.get("seed", 0), drawn_on())
+    now = identity_of(name, folder, weights)
     if not same_base(now, before):
         changes = "; ".join(differences(before, now))
         raise UserError(f"{checkpoint} holds adapters of another base than {folder}: {changes}")
