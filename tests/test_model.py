@@ -205,7 +205,7 @@ WRONG = [
     ({"chat_template.jinja": None,
       "tokenizer_config.json": {"chat_template": [{"name": "a", "template": "a"}]}},
      "--chat_template .*: .*multiple chat templates with no default specified"),
-    ({"chat_template.jinja": "{% for m in messages %}"}, "chat template .*: line 1: Unexpected end"),
+    ({"chat_template.jinja": "{% for m in messages %}"}, "chat template .*: line 1: Unexp"),
     # generation
     ({"generation_config.json": "{"}, "generation_config.json: Expecting"),
     ({"generation_config.json": "[]"}, "generation_config.json: .*list"),
