@@ -40,6 +40,7 @@ NV, FEW = ["NV18"], "no gain for units of 63M parameters"
         (None, H200, 2, {"reach": {0: False}}, False, "can't reach"),
         (None, H200, 2, {"reach": {2: False, 3: False}}, True, "no multiprocessors"),
         (None, H200, 2, {"symmetric": None}, False, "no symmetric memory pool"),
+        (None, H200, 2, {"other": "lacks it"}, False, "lacks it"),
         (None, H200, 2, {"fails": "_cannot_share"}, False, "a test failed: no memory"),
         (None, H200, 2, {"fails": "_cannot_gather"}, False, "a test failed: no memory"),
         (True, H200, 2, {"fails": "_cannot_gather"}, UserError, "a test failed"),
@@ -48,24 +49,26 @@ NV, FEW = ["NV18"], "no gain for units of 63M parameters"
 def test_the_choice(asked, device, world, change, chosen, reason, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(min(world, 2)))
     monkeypatch.setenv("NCCL_P2P_DISABLE", change.get("NCCL_P2P_DISABLE", "0"))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: change.get("sees", 4))
-    reach = change.get("reach", {})
-    can_reach = lambda mine, other: reach.get(other, mine == 1)  # noqa: E731
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", can_reach)
-    parts = {
-        "this_device": lambda index: device,
-        "from_rank0": lambda world, make: make(),
-        "symmetric": change.get("symmetric", type("S", (), {"get_mem_pool": 1})),
-        "_cannot_share": lambda *_: None,
-        "_cannot_gather": lambda *_: None,
+    reach, shared = change.get("reach", {}), []
+
+    def gather(all_of, mine):
+        all_of[:] = [change.get("other"), mine]
+
+    machine = {
+        "torch.cuda.device_count": lambda: change.get("sees", 4),
+        "torch.cuda.can_device_access_peer": lambda mine, other: reach.get(other, mine == 1),
+        "torch.distributed.all_gather_object": gather,
+        "llm_demo.machine.device.links": lambda: change.get("links", NV),
+        "fsdp.copy_engines.this_device": lambda index: device,
+        "fsdp.copy_engines.from_rank0": lambda world, make: make(),
+        "fsdp.copy_engines.symmetric": change.get("symmetric", type("S", (), {"get_mem_pool": 1})),
+        "fsdp.copy_engines._cannot_share": lambda *_: shared.append(True),
+        "fsdp.copy_engines._cannot_gather": lambda *_: None,
     }
-    monkeypatch.setattr("llm_demo.machine.device.links", lambda: change.get("links", NV))
     if "fails" in change:
-        parts[change["fails"]] = fails
-    for name, part in parts.items():
-        monkeypatch.setattr(copy_engines, name, part)
-    gathered = lambda all_of, mine: all_of.__setitem__(slice(None), [None, mine])  # noqa: E731
-    monkeypatch.setattr(copy_engines.dist, "all_gather_object", gathered)
+        machine[f"fsdp.copy_engines.{change['fails']}"] = fails
+    for name, part in machine.items():
+        monkeypatch.setattr(name, part)
     world = World(1, world, 1, torch.device("cuda", 1))
     said = []
     arguments = asked, world, None, said.append, change.get("no_gain", "")
@@ -76,10 +79,18 @@ def test_the_choice(asked, device, world, change, chosen, reason, monkeypatch):
         assert copy_engines.choose_copy_engines(*arguments) == chosen
         [line] = said
         assert line.startswith(f"copy engines: {'yes' if chosen else 'no'} (") and reason in line
+    assert not (shared and "other" in change)  # nobody waits for a rank that lacks something
 
 
-@pytest.mark.parametrize("size, why_not", [(99_999_999, "units of 100M"), (100_000_000, "")])
-def test_fsdp_gathers_large_blocks_by_copy_engines(size, why_not, monkeypatch):
+def fails(*_):
+    raise RuntimeError("no memory\nand more")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may gain")
+@pytest.mark.parametrize(
+    "size, reason", [(99_999_999, "units of 100M"), (100_000_000, "NVIDIA GPUs only")]
+)
+def test_fsdp_gathers_large_blocks_by_copy_engines(size, reason, alone):
     """The larger of two units has this many parameters. Shared ones count once."""
 
     def unit(n):
@@ -87,41 +98,31 @@ def test_fsdp_gathers_large_blocks_by_copy_engines(size, why_not, monkeypatch):
         made.a = made.b = torch.nn.Parameter(torch.empty(n, device="meta"))
         return made
 
-    given, said = [], []
-    chosen = lambda *args: given.append(args) or True  # noqa: E731
-    monkeypatch.setattr(copy_engines, "choose_copy_engines", chosen)
-    log = SimpleNamespace(say=print, resolved=lambda **facts: said.append(facts))
-    assert choose_engines(None, "world", "group", [unit(4), unit(size)], log)
-    [(*rest, no_gain)] = given
-    assert rest == [None, "world", "group", print]
-    assert why_not in no_gain if why_not else no_gain == ""
-    assert said == [{"copy_engines": True}]
-
-
-def fails(*_):
-    raise RuntimeError("no memory\nand more")
-
-
-def test_nobody_waits_for_a_rank_that_lacks_something(monkeypatch):
-    monkeypatch.setattr(copy_engines, "_lacks", lambda *_: None)  # it has all; another hasn't
-    monkeypatch.setattr(copy_engines, "_cannot_share", lambda *_: pytest.fail("would wait"))
-    gathered = lambda all_of, mine: all_of.__setitem__(slice(None), [mine, "lacks it"])  # noqa: E731
-    monkeypatch.setattr(copy_engines.dist, "all_gather_object", gathered)
-    assert copy_engines.cannot(World(0, 2, 0, torch.device("cuda", 0)), None) == "lacks it"
+    said, facts = [], {}
+    log = SimpleNamespace(say=said.append, resolved=facts.update)
+    world = World(0, 1, 0, torch.device("cpu"))
+    assert not choose_engines(None, world, None, [unit(4), unit(size)], log)
+    assert reason in said[0] and facts == {"copy_engines": False}
 
 
 def test_the_timer_sees_what_fsdp_copies(monkeypatch):
-    monkeypatch.setattr(copy_engines, "all_gather", lambda output: None)
-    monkeypatch.setattr(copy_engines, "all_to_all", lambda input: [input.clone()] * 2)
+    """In memory that stands in for that of two GPUs."""
+    total, sent = torch.ones(4), torch.ones(4, dtype=torch.bfloat16)
+    handle = SimpleNamespace(world_size=2, rank=0, barrier=lambda: None)
+    for memory in (total, sent):
+        theirs = (torch.zeros_like(memory) + 2).chunk(2)
+        others = lambda lent, theirs=theirs: [(1, theirs)]  # noqa: E731
+        segment = SimpleNamespace(handle=handle, others=others)
+        monkeypatch.setitem(copy_engines.by_address, memory.data_ptr(), segment)
     timer = CommTimer(torch.device("cpu"), 0, 2)
     timer.install()
-    sent, total = torch.ones(4, dtype=torch.bfloat16), torch.zeros(4)
     fsdp2.GatherByEngines(None, timer.call, None)(total, None, None)
-    how = fsdp2.SumInFp32(None, torch.bfloat16, None, compiles=False, timed=timer.call)
-    how(total, sent, None, torch.distributed.ReduceOp.SUM)
+    assert total.tolist() == [1, 1, 2, 2]
+    exchange = fsdp2.SumInFp32(None, torch.bfloat16, None, compiles=False, timed=timer.call)
+    exchange(total[:2], sent, None, torch.distributed.ReduceOp.SUM)
     timer.remove()
     assert [op[0][0] for op in timer.take()[0]] == ["copied all_gather", "copied all_to_all"]
-    assert total.tolist() == [2] * 4
+    assert total.tolist() == [3, 3, 2, 2]
 
 
 COPIES = """

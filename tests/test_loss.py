@@ -48,20 +48,30 @@ def case(n_labels, dtype=torch.float64):
     return hidden, weight, labels.view(B, S)
 
 
+@pytest.fixture
+def set_chunk_rows(monkeypatch):
+    """Sets how many rows a chunk of the loss has, until the test ends."""
+
+    def set_chunk_rows(rows):
+        monkeypatch.setattr(loss, "CHUNK_ROWS", rows)
+
+    return set_chunk_rows
+
+
 @pytest.mark.parametrize("chunk", [1, 4, 7, 4096])
 @pytest.mark.parametrize("n_labels", [0, 1, 17, 30])
-def test_equals_plain_cross_entropy(n_labels, chunk, monkeypatch):
-    monkeypatch.setattr(loss, "CHUNK_ROWS", chunk)
+def test_equals_plain_cross_entropy(n_labels, chunk, set_chunk_rows):
+    set_chunk_rows(chunk)
     hidden, weight, labels = case(n_labels, torch.float32)
     mine = cross_entropy_sum(hidden, weight, *label_positions(labels))
     assert mine.dtype == torch.float32
     assert_plain(mine, hidden, weight, labels)
 
 
-def test_the_heads_gradient_is_summed_in_fp32_over_chunks_in_bf16(monkeypatch):
+def test_the_heads_gradient_is_summed_in_fp32_over_chunks_in_bf16(set_chunk_rows):
     """Each chunk's product is rounded where a product can't be added to fp32; a sum in bf16 would
     be off by 7e-3."""
-    monkeypatch.setattr(loss, "CHUNK_ROWS", 64)
+    set_chunk_rows(64)
     torch.manual_seed(0)
     n, d, columns = 2048, 32, 256
     hidden = torch.randn(1, n, d).bfloat16().requires_grad_()
@@ -78,13 +88,15 @@ def test_the_heads_gradient_is_summed_in_fp32_over_chunks_in_bf16(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [False, True])
-def test_where_memory_is_short_the_heads_gradient_is_narrowed_in_place(dtype, tied, monkeypatch):
+def test_the_heads_gradient_is_narrowed_in_place_if_memory_is_short(
+    dtype, tied, set_chunk_rows, monkeypatch
+):
     """The same bits as with chunks of that size anyway, and no second tensor of its size."""
     monkeypatch.setattr(loss, "HEAD_SLICE", 3 * D)  # slices of three rows, the last one shorter
     hidden, weight, labels = case(30, dtype)
     found, sizes = [], []
     for chunk, slim in ((24, True), (24 // loss.SLIM, False)):
-        monkeypatch.setattr(loss, "CHUNK_ROWS", chunk)
+        set_chunk_rows(chunk)
         sizes.clear()
         how = {"slim": slim, "in_place": slim}
         value = 3 * cross_entropy_sum(hidden, weight, *label_positions(labels), **how)
@@ -99,7 +111,7 @@ def test_where_memory_is_short_the_heads_gradient_is_narrowed_in_place(dtype, ti
 
 @pytest.mark.parametrize("rows", [4096, 5])  # one chunk, several
 @pytest.mark.parametrize("sharp", [0.02, 0.3])  # of the head's weights
-def test_fp16_where_products_take_subnormal_numbers_for_zero(sharp, rows, monkeypatch):
+def test_fp16_where_products_take_subnormal_numbers_for_zero(sharp, rows, set_chunk_rows):
     """As an MI200's matrix units do. Most probabilities in a large vocabulary are subnormal in fp16
     (below 6.1e-5), and their sum is not small."""
     products = []
@@ -117,7 +129,7 @@ def test_fp16_where_products_take_subnormal_numbers_for_zero(sharp, rows, monkey
 
     torch.manual_seed(0)
     n, d, columns = 12, 32, 151_936
-    monkeypatch.setattr(loss, "CHUNK_ROWS", rows)
+    set_chunk_rows(rows)
     on = "cuda" if torch.cuda.is_available() else "cpu"
     hidden = torch.randn(1, n, d, device=on).half().requires_grad_()
     weight = (torch.randn(columns, d, device=on) * sharp).half().requires_grad_()
@@ -173,9 +185,9 @@ def test_tied_weight_gets_both_gradients():
     torch.testing.assert_close(mine, plain)
 
 
-def test_full_logits_never_exist(monkeypatch):
+def test_full_logits_never_exist(set_chunk_rows):
     """The largest tensor made is a chunk of logits, or the weight's gradient."""
-    monkeypatch.setattr(loss, "CHUNK_ROWS", 4)
+    set_chunk_rows(4)
     sizes = []
     hidden, weight, labels = case(30, torch.float32)
     with Watch(lambda _, out: sizes.append(out.numel())):
@@ -184,8 +196,8 @@ def test_full_logits_never_exist(monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [1000, 7])
-def test_a_frozen_head_gets_no_gradient_and_takes_no_memory(rows, monkeypatch):
-    monkeypatch.setattr(loss, "CHUNK_ROWS", rows)
+def test_a_frozen_head_gets_no_gradient_and_takes_no_memory(rows, set_chunk_rows):
+    set_chunk_rows(rows)
     hidden, weight, labels = case(17, torch.float32)
     index = label_positions(labels)
     (expected,) = torch.autograd.grad(cross_entropy_sum(hidden, weight, *index) / 3, hidden)
