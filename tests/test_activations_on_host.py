@@ -3,7 +3,9 @@ less memory on the device, fewer kernels."""
 
 import contextlib
 import weakref
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import test_parity as parity
 import torch
@@ -13,7 +15,6 @@ from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoTokenizer
 
-from fsdp import activations_on_host
 from fsdp.activations_on_host import STAY, ActivationsOnHost, host_bytes, keep_on_host
 from llm_demo.core.attention import make_documents
 from llm_demo.core.decoder import DecoderLoss, allocate, fill, make_units, skeleton
@@ -174,20 +175,19 @@ def test_a_view_of_an_input_is_not_the_input(view):
 
 
 def test_too_little_host_memory(monkeypatch):
-    """Of a node with two of four ranks, which both take memory."""
+    """Of a node with two ranks, which both take memory."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    n, shape, world = 6, (2, 32, 8), World(0, 4, 0, CPU)
-    others = 2**30  # what the optimizer will take
+    n, shape, world = 6, (2, 32, 8), World(0, 1, 0, CPU)
+    others = 2**28  # what the optimizer will take
     need = 2 * host_bytes(n, shape, torch.float32) + others
-    monkeypatch.setattr(activations_on_host, "once_per_node", lambda world, function: function())
-    monkeypatch.setattr(activations_on_host, "free_host_memory", lambda: need - 1)
-    said = "needs 0.0 GiB of host memory besides the optimizer's 1.0 GiB, and 1.0 GiB are free"
+    free = SimpleNamespace(available=need - 1)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    said = "needs 0.0 GiB of host memory besides the optimizer's 0.2 GiB, and 0.3 GiB are free"
     with pytest.raises(UserError, match=said):
         keep_on_host(n, shape, torch.float32, world, print, others)
-    monkeypatch.setattr(activations_on_host, "free_host_memory", lambda: need)
-    said = []
+    free.available, said = need, []
     keep_on_host(n, shape, torch.float32, world, said.append, others)
-    assert said == ["activations on the host: 0.0 GiB of 1.0 GiB free"]
+    assert said == ["activations on the host: 0.0 GiB of 0.3 GiB free"]
 
 
 @pytest.mark.parametrize("processes", [slow(1), 2])

@@ -1,5 +1,6 @@
 """When blocks are compiled, and that the numbers stay."""
 
+import contextlib
 import functools
 from unittest.mock import Mock
 
@@ -7,8 +8,9 @@ import pytest
 import torch
 from conftest import ROOT
 from test_attention import A100, CPU, H100, MI100, MI210, MI300, RX7900, V100, pick, works
+from torch._dynamo.backends.debugging import aot_eager
 
-from llm_demo.core import decoder, loss, optim
+from llm_demo.core import decoder, optim
 from llm_demo.core.attention import make_documents
 from llm_demo.core.decoder import Blocks, materialise, skeleton
 from llm_demo.core.rows import position_ids
@@ -40,36 +42,40 @@ def test_the_choice_and_its_reason(asked, device, attention, problem, chosen, re
     assert compiled == chosen and reason in why
 
 
-@pytest.mark.parametrize("impl", ["sdpa", "bucketed", "math"])
-def test_the_probe_compares_block_and_loss_with_plain_ones(impl, monkeypatch):
-    """And finds a loss kernel that is wrong, or one of the block's kernels."""
+@contextlib.contextmanager
+def compiler(backend):
+    """Until the end torch.compile uses this backend. aot_eager has the graphs of the usual one, and
+    no minutes of C++."""
     torch._dynamo.reset()
     optim.compile_once.cache_clear()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+        yield
+    optim.compile_once.cache_clear()
+
+
+@pytest.mark.parametrize("impl", ["sdpa", "bucketed", "math"])
+def test_the_probe_compares_block_and_loss_with_plain_ones(impl):
+    """And finds what a compiler makes of either that is wrong."""
+
+    def miscompiles(what):
+        def backend(graph, example):
+            right = aot_eager(graph, example)
+            of_loss = "amax" in graph.code
+            if of_loss != (what == "loss"):
+                return right
+            return lambda *args: [1.1 * t + 0.1 for t in right(*args)]
+
+        return backend
 
     def compare(dtype):
         return max(compile_errors(impl, dtype, torch.device("cpu")).values())
 
-    assert compare(torch.float32) < 1e-5 and 1e-5 < compare(torch.bfloat16) < 4e-2
-
-    def wrong(out, targets, scale):  # forgets to subtract one at the target
-        plain = loss._loss_of_logits(out, targets, scale)
-        out[range(len(out)), targets] += scale
-        return plain
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loss, "_kernel", lambda device_type: wrong)
-        assert compare(torch.float32) > 0.1
-    compile_forward = decoder.compile_forward
-
-    def miscompiled(unit):
-        compile_forward(unit)
-        forward = unit.forward
-        unit.forward = lambda *args: forward(*args) + 0.1 * args[0]
-
-    monkeypatch.setattr(decoder, "compile_forward", miscompiled)
-    assert compare(torch.float32) > 1e-3
-    optim.compile_once.cache_clear()
+    with compiler("aot_eager"):
+        assert compare(torch.float32) < 1e-5 and 1e-5 < compare(torch.bfloat16) < 4e-2
+    for what in ("loss", "block"):
+        with compiler(miscompiles(what)):
+            assert compare(torch.float32) > 1e-2, what
 
 
 @pytest.mark.parametrize("asked, dtype", [(None, "bf16"), (True, "fp16")])
@@ -119,20 +125,16 @@ def test_compiled_blocks_give_the_same_numbers(checkpointing):
     torch.manual_seed(0)
     hidden = torch.randn(2, 64, config.hidden_size, requires_grad=True)
     rotary = lm.model.rotary_emb(hidden, positions)
-    graphs, compile_plainly = [], torch.compile
+    graphs, found = [], []
 
     def count(graph, example):
         graphs.append(graph)
-        return torch._dynamo.backends.debugging.aot_eager(graph, example)
+        return aot_eager(graph, example)
 
-    found = []
-    torch._dynamo.reset()
     for compiled in (False, True):
         units = [Blocks(blocks[i : i + 2], checkpointing) for i in (0, 2)]
         if compiled:
-            with pytest.MonkeyPatch.context() as patch:
-                eagerly = functools.partial(compile_plainly, backend=count)
-                patch.setattr(torch, "compile", eagerly)
+            with compiler(count):
                 for unit in units:
                     decoder.compile_forward(unit)
         out = hidden
@@ -160,15 +162,12 @@ def test_graphs_of_blocks_can_be_cached(impl):
         graphs.append(graph)
         return graph
 
-    torch._dynamo.reset()
-    with pytest.MonkeyPatch.context() as patch:
-        compiled = functools.partial(torch.compile, backend=keep)
-        patch.setattr(torch, "compile", compiled)
+    with compiler(keep):
         decoder.compile_forward(unit)
-        hidden = torch.randn(1, 32, config.hidden_size)
-        positions = position_ids(cu, (1, 32))
-        documents = make_documents(cu, (1, 32), impl, torch.device("cpu"))
-        unit(hidden, lm.model.rotary_emb(hidden, positions), positions, documents)
+    hidden = torch.randn(1, 32, config.hidden_size)
+    positions = position_ids(cu, (1, 32))
+    documents = make_documents(cu, (1, 32), impl, torch.device("cpu"))
+    unit(hidden, lm.model.rotary_emb(hidden, positions), positions, documents)
     (graph,) = graphs
     assert "_sdpa_kernel" in graph.code
     check_cacheable(graph)

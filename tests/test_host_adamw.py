@@ -1,5 +1,6 @@
 """AdamW on the host: the same numbers as on the device to the bit, memory checks, NUMA nodes."""
 
+import os
 from types import SimpleNamespace
 
 import psutil
@@ -8,7 +9,7 @@ import torch
 from conftest import ROOT, args_with, assert_same_tensors, logged, smaller_model, train_cases
 from torch.utils.checkpoint import checkpoint
 
-from fsdp import activations_on_host, host_adamw
+from fsdp import host_adamw
 from fsdp.host_adamw import plain_units
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
@@ -114,12 +115,13 @@ def sharded(elements):
 def test_too_little_host_memory(monkeypatch):
     """Of a node with two of four ranks. Moments in bf16 take 4 bytes less a parameter."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(activations_on_host, "free_host_memory", lambda: 20 * 2**30)
-    with pytest.raises(UserError, match=r"needs 24\.0 GiB of host memory .* 20\.0 GiB are free"):
-        host_adamw.prepare_host(args_with(), sharded(2**30), CPU)
-    for state, gb in (("fp32", 12), ("bf16", 8)):
-        said = host_adamw.prepare_host(args_with(optim_state=state), sharded(2**29), CPU)
-        assert said == f"optimizer on the host: {gb}.0 GiB of 20.0 GiB free"
+    free = SimpleNamespace(available=2**29)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    with pytest.raises(UserError, match=r"needs 0\.8 GiB of host memory .* 0\.5 GiB are free"):
+        host_adamw.prepare_host(args_with(), sharded(2**25), CPU)
+    for state, gb in (("fp32", 0.4), ("bf16", 0.2)):
+        said = host_adamw.prepare_host(args_with(optim_state=state), sharded(2**24), CPU)
+        assert said == f"optimizer on the host: {gb} GiB of 0.5 GiB free"
 
 
 GROUPS = {
@@ -166,12 +168,13 @@ def test_a_process_stays_on_its_gpus_node(monkeypatch, tmp_path):
     assert device.cores_near(torch.device("cpu"), tmp_path) == []
     (pci / "numa_node").write_text("-1\n")  # one node only
     assert device.cores_near(gpu, tmp_path) == []
-    monkeypatch.setattr(activations_on_host, "cores_near", lambda d: [2, 3, 4, 9])
-    monkeypatch.setattr(process, "usable_cores", lambda: [0, 1, 2, 3])
-    bound = []
-    monkeypatch.setattr(process.os, "sched_setaffinity", lambda pid, cores: bound.append(cores))
-    said = host_adamw.prepare_host(args_with(), sharded(1), CPU)
-    assert bound == [{2, 3}] and said.endswith("2 cores of the GPU's NUMA node")
+    usable = process.usable_cores()
+    try:
+        said = process.stay_near([10**6, usable[-1]])
+        assert process.usable_cores() == usable[-1:]
+    finally:
+        os.sched_setaffinity(0, usable)
+    assert said == ", 1 cores of the GPU's NUMA node"
 
 
 def test_a_limit_on_device_memory(monkeypatch):
