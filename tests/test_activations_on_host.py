@@ -9,11 +9,11 @@ import psutil
 import pytest
 import test_parity as parity
 import torch
-from conftest import ROOT, TINY, slow
+from conftest import ROOT, slow, smaller_model
 from test_parity import train
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 from fsdp.activations_on_host import STAY, ActivationsOnHost, host_bytes, keep_on_host
 from llm_demo.core.attention import make_documents
@@ -192,9 +192,7 @@ def test_too_little_host_memory(monkeypatch):
 
 @pytest.mark.parametrize("processes", [slow(1), 2])
 def test_same_bits_as_on_the_device(processes, tmp_path):
-    model = AutoConfig.from_pretrained(TINY)
-    model.save_pretrained(tmp_path / "model")
-    AutoTokenizer.from_pretrained(TINY).save_pretrained(tmp_path / "model")
+    smaller_model(tmp_path / "model")
     parity.write_rows(tmp_path / "data.jsonl")
     cases = {}
     for name, flags in CASES.items():

@@ -11,6 +11,7 @@ from conftest import ROOT, TINY, ZERO, logged, slow, smaller_model, train_cases
 from llm_demo.core.decoder import skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.optim import make_adamw
+from llm_demo.core.timer import CommTimer
 from llm_demo.model.costs import unit_sizes
 from llm_demo.model.source import load_config
 from llm_demo.run.cut import costs, describe_split, split
@@ -114,23 +115,18 @@ def test_a_patch_point_that_is_gone_is_an_error():
         ds_patches.need({}, "_exec_magic")
 
 
-def test_deepspeeds_gathers_and_reductions_are_timed(monkeypatch):
+def test_deepspeeds_gathers_and_reductions_are_timed(alone, monkeypatch):
     """It keeps what torch.distributed has when it begins; the timer wraps that later."""
-    deepspeed, dist = ds_patches.deepspeed, torch.distributed
-    backend = SimpleNamespace(
-        all_gather_function=dist.all_gather_into_tensor,
-        reduce_scatter_function=dist.reduce_scatter_tensor,
-    )
-    monkeypatch.setattr(deepspeed, "init_distributed", lambda **_: None)
-    monkeypatch.setattr(deepspeed.comm.comm, "cdb", backend)
-    accelerator = deepspeed_base.get_accelerator()
-    monkeypatch.setattr(accelerator, "is_fp16_supported", lambda: False)  # a CPU may lack it
-    ds_patches.join_group(torch.device("cpu"))
-    assert accelerator.is_fp16_supported()
-    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
-        monkeypatch.setattr(dist, name, lambda *args, name=name: (name, *args))
-    assert backend.all_gather_function(1) == ("all_gather_into_tensor", 1)
-    assert backend.reduce_scatter_function(2) == ("reduce_scatter_tensor", 2)
+    comm, device = ds_patches.deepspeed.comm.comm, torch.device("cpu")
+    monkeypatch.setattr(comm, "cdb", None)  # this process has begun nothing, also afterwards
+    ds_patches.join_group(device)
+    timer = CommTimer(device, 0, 2)
+    timer.install()
+    comm.all_gather_into_tensor(torch.zeros(4), torch.ones(4))
+    comm.reduce_scatter_tensor(torch.zeros(4), torch.ones(4))
+    timer.remove()
+    timed = [op[0][0] for op in timer.take()[0]]
+    assert timed == ["all_gather_into_tensor", "reduce_scatter_tensor"]
 
 
 def test_zero_takes_both_kinds_of_adamw():
@@ -185,9 +181,8 @@ def test_switches_are_as_deepspeed_reads_them(tmp_path):
 
 
 def test_fp16_on_a_gpu_where_deepspeed_has_none(monkeypatch):
-    accelerator = deepspeed_base.get_accelerator()
-    monkeypatch.setattr(accelerator, "is_fp16_supported", lambda: False)
-    monkeypatch.setattr(accelerator, "device_name", lambda: "cuda")
+    gpu = SimpleNamespace(device_name=lambda: "cuda", is_fp16_supported=lambda: False)
+    monkeypatch.setattr(deepspeed_base, "get_accelerator", lambda: gpu)
     with pytest.raises(UserError, match="--dtype fp16"):
         ds_engine.pipeline_config({}, FLAGS, torch.float16)
 

@@ -161,32 +161,6 @@ def run_with_mailboxes(works, where, slots):
     assert not full.total()
 
 
-@pytest.mark.parametrize("schedule", OURS)
-@pytest.mark.parametrize("stages, shards", [(2, 1), (2, 2), (4, 2)])
-def test_both_ranks_mean_the_same_mailbox(schedule, stages, shards, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Stream", object)
-    monkeypatch.setattr(copy_engines, "mailboxes", lambda n, *rest: n)
-    monkeypatch.setattr(copy_engines, "Mailbox", lambda *arguments: arguments)
-    grid, where = torch.arange(stages * shards).view(stages, shards), stages_of(schedule, stages)
-    sent, received = {}, {}
-    for rank in range(stages * shards):
-        links = transfers.Links(where, grid, rank, torch.device("cuda"))
-        links.by_copy_engines(8, torch.float32, timed=None)
-        for ways, chosen in (sent, links.sent), (received, links.received):
-            for what, link in chosen.items():
-                boxes, near, far, other, _ = link.box
-                assert 0 <= near < boxes and 0 <= far < boxes
-                assert (link.stream is not None) == (ways is sent)
-                ends = (rank, other) if ways is sent else (other, rank)
-                ways[what, ends] = (near, far) if ways is sent else (far, near)
-        each = [link.box[1] for link in {**links.sent, **links.received}.values()]
-        assert max(each) < boxes
-        assert {*Counter(each).values()} == {2}  # there and back
-    assert sent == received
-    steps = sum(a != b for a, b in itertools.pairwise(where))
-    assert len(sent) == 2 * shards * steps
-
-
 def test_no_host_waits_for_ever_for_a_slot():
     for schedule, stages, micro_batches in GRID:
         where = stages_of(schedule, stages)
@@ -210,8 +184,12 @@ def test_no_host_waits_for_ever_for_a_slot():
 def test_receives_begin_early_on_slow_links(kinds, local_size, p2p_off, early, monkeypatch):
     monkeypatch.setenv("NCCL_P2P_DISABLE", p2p_off)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_size))
-    monkeypatch.setattr(transfers, "from_rank0", lambda world, make: make())
-    monkeypatch.setattr("llm_demo.machine.device.links", lambda: kinds)
+    machine = {
+        "llm_demo.machine.device.links": lambda: kinds,
+        "fsdp_pp.transfers.from_rank0": lambda world, make: make(),
+    }
+    for name, part in machine.items():
+        monkeypatch.setattr(name, part)
     said = []
     chosen = transfers.receive_early(World(0, 2, 0, torch.device("cuda", 0)), said.append)
     assert chosen == early and ("begin early" in said[0]) == early
