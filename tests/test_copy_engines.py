@@ -32,6 +32,7 @@ NV, FEW = ["NV18"], "no gain for units of 63M parameters"
         (None, H200, 2, {"no_gain": FEW}, False, "units of 63M parameters"),
         (True, H200, 2, {"no_gain": FEW}, True, "as requested"),
         (None, MI100, 2, {}, False, "NVIDIA GPUs only"),
+        (True, MI100, 2, {}, UserError, "NVIDIA GPUs only"),
         (None, H200, 1, {}, False, "nothing to copy"),
         (None, H200, 4, {}, False, "4 ranks are not all on one node"),
         (None, H200, 2, {"sees": 1}, False, "only some of the node's GPUs"),
