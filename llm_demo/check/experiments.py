@@ -81,7 +81,8 @@ def rates(device: str, seconds: float = 0.7, size: int = 8192) -> dict:
 
 def seconds_of(run: Callable, least: float) -> float:
     """Seconds that run() takes, on the current device too; measured for `least` seconds."""
-    return timer_of(run).blocked_autorange(min_run_time=least).mean
+    timer = timer_of(run)
+    return timer.timeit(1 + int(least / timer.timeit(1).mean)).mean
 
 
 def timer_of(run: Callable):
