@@ -18,7 +18,6 @@ from llm_demo.run.records import (
     Records,
     beyond_terminal,
     summarise,
-    timed_while_profiled,
     without,
 )
 
@@ -46,9 +45,9 @@ def a_run(max_steps, *flags):
 def add(timer, records, step, loss=None, **more):
     loss = torch.tensor(2.5) if loss is None else loss
     timer.count(tokens=10, labels=5, slots=10, flops=0)
-    numbers = {"loss": loss, "norm": torch.tensor(1.0)}
+    numbers = {"loss": loss, "norm": torch.tensor(1.0), "bad_steps": torch.tensor(0.0)}
     read = timer.end(numbers, lambda: more, first=step == 1)
-    records.add(step, 10, 5, 1e-3, read, torch.tensor(2.5), torch.tensor(1.0))
+    records.add(step, 10, 5, 1e-3, read)
 
 
 def test_numbers_of_the_last_step_are_read_after_their_copies():
@@ -91,7 +90,6 @@ def test_communication_that_is_not_measured_is_not_zero():
     assert [recorded[0][key] for key in TIMES] == [None] * 3
     summary = summarise(records.history, SETTINGS, 1.0, None, None, [0.0])
     assert summary["median_comm_ms"] is None and summary["row"]["comm_ms"] == "n/a"
-    assert timed_while_profiled(records.history, 1, 1) is None
     row = {"engine": "fsdp", "model": "m", "micro": 1, "ga": 1, "ckpt": False, "dtype": "fp32"}
     row |= {"data": "full", "flags": "", "env": "", "seq_len": 10}
     result = {"row": row, "status": "ok", "summary": summary, "config": {"global_batch": 1}}
@@ -109,12 +107,13 @@ def test_times_are_of_a_step_and_of_the_slowest_rank():
         *rest, _ = mine
         return [[*rest, 2.0], [*rest, next(other)]], [6.0, 10.0]
 
-    records.gather = SimpleNamespace(step=gather, floats=lambda mine: [mine])
+    records.gather = SimpleNamespace(step=gather)
     for step in range(1, 5):
         timer.count(tokens=10, labels=5, slots=20, flops=0)
         if step % 2 == 0:
-            read = timer.end({"loss": torch.tensor(2.5), "norm": torch.tensor(1.0)}, dict)
-            records.add(step, 20, 10, 1e-3, read, torch.tensor(2.5), torch.tensor(1.0))
+            numbers = {"loss": torch.tensor(2.5), "norm": torch.tensor(1.0)}
+            read = timer.end(numbers | {"bad_steps": torch.tensor(0.0)}, dict)
+            records.add(step, 20, 10, 1e-3, read)
     records.flush()
     assert [r["perf/data_ms"] for r in recorded] == [3.0, 2.0]
     for r in recorded:

@@ -541,8 +541,9 @@ def test_bad_steps_in_a_row_end_the_run(log_every, kind, train, tmp_path):
     """Of a model whose weights are so large that no loss is finite. At the last step, too."""
     model_with(tmp_path / "huge", huge)
     flags = f"--model_name_or_path huge --save_every 100 --log_every {log_every}"
-    message = "not finite in 20 steps in a row, up to step 20:.*no check"
     for steps in (60, 20):
+        n = 21 if log_every == 7 and steps == 60 else 20  # the first step that is logged
+        message = f"not finite in {n} steps in a row, up to step {n}:.*no check"
         with pytest.raises(UserError, match=message):
             train(kind, f"{flags} --max_steps {steps} --overwrite")
         if log_every == 1:
@@ -550,22 +551,14 @@ def test_bad_steps_in_a_row_end_the_run(log_every, kind, train, tmp_path):
         assert not list(tmp_path.glob("out/checkpoints/*"))
 
 
-@pytest.mark.parametrize(
-    "steps", ["b" * 19 + "g" + "b" * 19, "bbg" + "b" * 20 + "g", "ggg", "b" * 20]
-)
-def test_only_bad_steps_in_a_row_count(steps, tmp_path):
-    """In a step that is not logged, on one rank of two, in loss or norm."""
-    watch = records.Records.__new__(records.Records)
-    vars(watch).update(
-        args=SimpleNamespace(log_every=9), max_steps=len(steps), world=WORLD,
-        log=SimpleNamespace(folder=tmp_path), bad_steps=0, unchecked=[], copied=[],
-        gather=SimpleNamespace(floats=lambda mine: [[0.0] * len(mine), mine]),
-    )  # fmt: skip
-    (tmp_path / "checkpoints/step_00000002").mkdir(parents=True)
-    ended = pytest.raises(UserError, match="in 20 steps in a row, up to .*step_00000002$")
-    with ended if "b" * 20 in steps else contextlib.nullcontext():
-        for step, good in enumerate(steps, 1):
-            watch._watch(step, torch.tensor(1.0 if good == "g" else torch.nan))
+def test_only_bad_steps_in_a_row_count():
+    """A step is bad by its loss or its norm."""
+    args = args_with(log_every=9, comm_timer=False)
+    watch = records.Records(args, WORLD, SimpleNamespace(), 0, 9, torch.float32)
+    good, bad = torch.tensor(1.0), torch.tensor(torch.nan)
+    steps = ((bad, good), (good, bad), (good, good), (bad, bad), (bad, -bad), (good, torch.inf))
+    counts = [int(watch.count_bad(loss, norm)) for loss, norm in steps]
+    assert counts == [1, 2, 0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("name", ["a.weight", "a.weight.exp_avg"])

@@ -49,10 +49,11 @@ def train(job, engine) -> None:
         slots = rows.size * train_rows.seq_len
         timer.count(tokens=n_tokens, labels=n_labels, slots=slots, flops=plan.flops_of(rows))
         read = None
+        numbers = {"loss": loss, "norm": norm, "bad_steps": records.count_bad(loss, norm)}
         if records.logs(n + 1):
-            read = timer.end({"loss": loss, "norm": norm}, engine.more, first=n == first)
+            read = timer.end(numbers, engine.more, first=n == first)
         with timer.mute():
-            records.add(n + 1, n_tokens, n_labels, lr, read, loss, norm)
+            records.add(n + 1, n_tokens, n_labels, lr, read)
             if records.profile(n + 2):
                 timer.restart()
         last, evaluated = n + 1 == end, True

@@ -204,19 +204,9 @@ def best_of(args: Args, evals: list[tuple[int, float]], newest: Path) -> tuple[P
     if not (args.early_stopping and measured):
         return newest, []
     best = min(measured, key=lambda step: (losses[step], step))
-    here = f"of the checkpoints in {newest.parent}, step {best}'s is the best ({losses[best]:.4f})"
     lines = []
-    if 0 in losses and losses[best] >= losses[0]:
-        lines.append(
-            f"warning: training made the held-out loss no better than before it ({losses[0]:.4f}): "
-            f"{here}"
-        )
-    lowest = min(losses, key=losses.get)
-    if lowest and losses[lowest] < losses[best]:
-        lines.append(
-            f"warning: the checkpoint of step {lowest}, which has the lowest held-out loss "
-            f"({losses[lowest]:.4f}), is gone: {here}"
-        )
+    if losses[best] >= losses.get(0, math.inf):
+        lines = ["warning: training made the held-out loss no better than before it"]
     return saved[best], lines
 
 

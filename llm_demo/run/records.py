@@ -4,7 +4,6 @@ import itertools
 import math
 import re
 import shutil
-import statistics
 import sys
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -26,7 +25,6 @@ SETTLED = 3  # steps after which the allocator should have all that a step needs
 COLUMNS = ("micro_bsz", "GA", "ckpt", "dtype", "step_ms", "comm_ms", "toks/s", "peak_mem(G)")
 TIMES = ("perf/comm_ms", "perf/comm_exposed_ms", "perf/comm_wait_ms")  # None: not measured
 MAX_SKIPPED_STEPS = 20  # consecutive steps with a non-finite loss or norm; the run then ends
-CHECKED_TOGETHER = 10  # steps whose values are copied from the device at once
 MEDIANS = ("step_ms", "data_ms", "toks_per_s", "label_toks_per_s", "slots_per_s")
 
 
@@ -78,7 +76,7 @@ class Records:
         self.peak = args.peak_tflops or peak_tflops(device, dtype)
         self.history, self.gather = History(), Gather(world)
         self.pending = None  # a logged step that is not read yet
-        self.bad_steps, self.unchecked, self.copied = 0, [], []
+        self.bad_steps = torch.zeros((), device=world.device)  # in a row, up to now
         self.warned = False
         self.hidden = None  # what no line of a step shows; known once there is one
         steps = parse_steps(args.profile_steps)
@@ -102,6 +100,13 @@ class Records:
         of_profile = self.profiler and step in (self.profiler.first - 1, self.profiler.last)
         return bool(of_profile) or step % self.args.log_every == 0 or step == self.max_steps
 
+    def count_bad(self, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+        """The number of steps in a row, up to this one, whose loss on this rank or whose norm is
+        not finite. All are 0-dim tensors on the device, so that nothing waits for it."""
+        finite = (loss.detach() + norm).isfinite()
+        self.bad_steps = torch.where(finite, 0, self.bad_steps + 1)
+        return self.bad_steps
+
     def add(
         self,
         step: int,
@@ -109,22 +114,18 @@ class Records:
         n_labels: int,
         lr: float,
         read: Callable[[], Timings] | None,
-        loss: torch.Tensor,
-        norm: torch.Tensor,
     ) -> None:
         """Add optimizer step `step` (from 1). Raises UserError, on every rank, after
         MAX_SKIPPED_STEPS consecutive steps with a non-finite loss or norm.
 
-        n_tokens, n_labels: over all ranks. read: of StepTimer.end, None if the step is not logged.
-        loss: this rank's share; norm: the same on every rank; 0-dim tensors on the device."""
+        n_tokens, n_labels: over all ranks. read: of StepTimer.end, None if the step is not
+        logged."""
         history = self.history
         if step == history.first_step + 1:
             self.open()
         history.step = step
         history.tokens += n_tokens
         history.label_tokens += n_labels
-        if self.args.log_every > 1:
-            self._watch(step, loss.detach() + norm)
         if read:
             self.flush()
             self.pending = step, history.tokens, history.label_tokens, lr, read
@@ -159,8 +160,6 @@ class Records:
             return True
         with self.log.writing():
             self.figures = self.profiler.stop(self.log.folder)
-        first, last = self.profiler.first, self.profiler.last
-        self.figures["timer"] = timed_while_profiled(self.history, first, last)
         self.log.say(f"profile: {self.log.folder}/profile.txt")
         return True
 
@@ -176,9 +175,9 @@ class Records:
             name: value if name == "moe/load" else float(value) for name, value in t.numbers.items()
         }
         loss, norm = numbers.pop("loss"), numbers.pop("norm")
-        mine = [loss, *t.memory, t.busy, t.exposed, t.data]
+        mine = [loss, numbers.pop("bad_steps"), *t.memory, t.busy, t.exposed, t.data]
         gathered, wait = self.gather.step(mine, t.operations)
-        share, memory, reserved, retries, busy, exposed, data = zip(*gathered, strict=True)
+        share, bad, memory, reserved, retries, busy, exposed, data = zip(*gathered, strict=True)
         steps, flops = t.counts["steps"], t.counts["flops"] / t.seconds / self.world.size
         comm = dict.fromkeys(TIMES)
         if self.args.comm_timer:
@@ -215,9 +214,12 @@ class Records:
         self.history.records.append(record)
         self.log.record(record)
         self._say(record)
-        if self.args.log_every == 1:
-            bad = not math.isfinite(record["train/loss"]) or record["train/skipped"]
-            self._count(step, bad)
+        if max(bad) >= MAX_SKIPPED_STEPS:
+            raise UserError(
+                f"loss or gradient norm not finite in {max(bad):.0f} steps in a row, up to step "
+                f"{step}: check the data, try a lower --lr or --dtype fp32;"
+                f" {last_checkpoint(self.log.folder)}"
+            )
 
     def _say(self, record: dict) -> None:
         """Print the line of a step, and what is wrong with it."""
@@ -254,32 +256,6 @@ class Records:
             f"mem {max(r['perf/reserved_gb'] or r['perf/peak_mem_gb']):.1f} GiB",
             eta,
         ]
-
-    def _watch(self, step: int, value: torch.Tensor) -> None:
-        """If not every step is logged, check all steps for non-finite values, in groups, some steps
-        later. value: not finite if this rank's loss or the norm is not."""
-        self.unchecked.append(value)
-        if len(self.unchecked) == CHECKED_TOGETHER or step == self.max_steps:
-            values = torch.stack(self.unchecked).to("cpu", non_blocking=True)
-            event = torch.get_device_module(self.world.device).Event()
-            event.record()
-            self.copied.append((step, values, event))
-            self.unchecked = []
-            while len(self.copied) > (step < self.max_steps):
-                last, values, event = self.copied.pop(0)
-                event.synchronize()
-                ranks = self.gather.floats(values.tolist())
-                for n, row in enumerate(zip(*ranks, strict=True), last + 1 - len(values)):
-                    self._count(n, not all(map(math.isfinite, row)))
-
-    def _count(self, step: int, bad: bool) -> None:
-        self.bad_steps = self.bad_steps + 1 if bad else 0
-        if self.bad_steps >= MAX_SKIPPED_STEPS:
-            raise UserError(
-                f"loss or gradient norm not finite in {self.bad_steps} steps in a row, up to step "
-                f"{step}: check the data, try a lower --lr or --dtype fp32;"
-                f" {last_checkpoint(self.log.folder)}"
-            )
 
 
 # Parts of the line of a step that a narrow terminal does not show, the first to go first.
@@ -320,13 +296,6 @@ class Gather:
     def __init__(self, world: World):
         self.world, self.keys, self.all_keys = world, None, [[]]  # names of operations
 
-    def floats(self, mine: list[float]) -> list[list[float]]:
-        """Every rank's list; all have the same length."""
-        send = torch.tensor(mine, dtype=torch.float64)
-        ranks = [torch.empty_like(send) for _ in range(self.world.size)]
-        dist.all_gather(ranks, send)
-        return [x.tolist() for x in ranks]
-
     def step(self, mine: list[float], operations: dict) -> tuple[list[list[float]], list[float]]:
         """(every rank's `mine`, each rank's `waiting` in ms). operations: this rank's {operation:
         (start, end)}. Usually one exchange; each makes the host wait for the others."""
@@ -336,7 +305,10 @@ class Gather:
         times = [] if changed else [ms for span in operations.values() for ms in span]
         longest = 2 * max(map(len, self.all_keys))
         padding = [0.0] * (longest - len(times))
-        rows = self.floats([changed, *mine, *times, *padding])
+        send = torch.tensor([changed, *mine, *times, *padding], dtype=torch.float64)
+        received = [torch.empty_like(send) for _ in range(self.world.size)]
+        dist.all_gather(received, send)
+        rows = [row.tolist() for row in received]
         if any(row[0] for row in rows):
             self.keys, self.all_keys = names, [None] * self.world.size
             dist.all_gather_object(self.all_keys, self.keys)
@@ -408,12 +380,3 @@ def retries_of(records: Iterable[dict]) -> int | None:
     """The allocator's retries in these records, of the rank with most; None if not recorded."""
     ranks = zip(*filter(None, (r.get("perf/alloc_retries") for r in records)), strict=True)
     return max(map(sum, ranks), default=None)
-
-
-def timed_while_profiled(history: History, first: int, last: int) -> dict | None:
-    """The means of each rank's event timings over the profiled steps; None: not measured."""
-    same = [r for r in history.records if first <= r["step"] <= last]
-    if not all(r["perf/comm_ms"] for r in same):
-        return None
-    ranks = {k: zip(*(r[k] for r in same), strict=True) for k in TIMES}
-    return {k: [statistics.fmean(x) for x in of_ranks] for k, of_ranks in ranks.items()}
