@@ -25,6 +25,7 @@ from llm_demo.core.errors import UserError
 from llm_demo.flags.parsing import FALSE, TRUE, PlainParser, regex, whole
 from llm_demo.machine.files import PART, ROOT, cache_folder
 from llm_demo.machine.process import command
+from llm_demo.model.source import find_model
 
 LAUNCHERS = {name: f"{name}/launch_{name}.sh" for name in ("fsdp", "pp", "zero", "fsdp_pp")}
 PEERS = {"torchtitan": torchtitan, "trl": trl, "unsloth": unsloth}
@@ -198,10 +199,8 @@ def data_of(row: dict, model: str) -> str:
     Only the step is timed, so tokens may be random; a fixed seed makes them the same everywhere."""
     if row["data"] not in ("full", "packed", "mixed"):
         return row["data"]
-    vocab, S = (
-        json.loads((Path(model) / "config.json").read_text("utf-8"))["vocab_size"],
-        row["seq_len"],
-    )
+    config = json.loads((find_model(model) / "config.json").read_text("utf-8"))
+    vocab, S = config["vocab_size"], row["seq_len"]
     file = Path(cache_folder()) / f"bench-{row['data']}-{vocab}-{S}.jsonl"
     if file.exists():
         return str(file)

@@ -1,21 +1,27 @@
-"""Find the flags that fit on your cards and should be fastest. Needs no GPU.
+"""Find the flags that fit on your cards and should be fastest, or measure which are.
 
     python -m llm_demo.fit models/qwen3-8b --cards 2 --card h100 --tokens_a_step 100000
+    python -m llm_demo.fit models/qwen3-8b --tokens_a_step 65536 --measure
+
+--measure runs the likeliest ways on this machine, each for a dozen steps, and names the fastest.
+Without it no GPU is needed.
 
 Memory is what --estimate prints for full rows, in GiB (2**30 bytes), with what the allocator
 reserves and what CUDA and NCCL take. 5 % of each card stay free; measured rows took up to 8 % more.
 --card also says what runs there: dtype, attention, compiled blocks. Without it: bf16, fused
 attention, compiled. What fits is ranked by a rough time of a step (llm_demo/step_time.py): a
-ranking, not a promise."""
+ranking, not a promise. Once --measure has run, its speed of cards and link is used here."""
 
 import argparse
 import contextlib
 import functools
 import importlib.util
 import itertools
+import json
 import math
 import os
 import shlex
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -41,7 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     number = functools.partial(parser.add_argument, type=parsing.real(at_most=1e6))
     add("model", metavar="MODEL", help="a folder, or a hub id, of which only config.json is read")
-    add("--cards", type=whole(1, MOST_CARDS), required=True, help="GPUs, of one node")
+    add("--cards", type=whole(1, MOST_CARDS), help="GPUs, of one node")
     add("--card", choices=CARDS, help="the kind of GPU")
     number("--memory", help="GiB (2**30 bytes) of each card; default: those of --card")
     add(
@@ -50,7 +56,9 @@ def make_parser() -> argparse.ArgumentParser:
         required=True,
         help="minimum tokens per optimizer step",
     )
-    add("--seq_len", type=whole(8, MAX_TOKENS), default=1024, help="tokens of a row; default: 1024")
+    add(
+        "--seq_len", type=whole(8, MAX_TOKENS), help="tokens of a row; default: 1024, or the data's"
+    )
     add(
         "--lora_rank",
         type=whole(at_most=MAX_COUNT),
@@ -64,6 +72,23 @@ def make_parser() -> argparse.ArgumentParser:
     number("--tflops", help=f"TFLOP/s that a card sustains; default: {SUSTAINED} x its peak")
     number("--bandwidth", help=f"GB/s between cards; default: {NVLINK}, or {PCIE} without NVLink")
     add("--limit", action="store_true", help="add --device_memory_gb to the line")
+    add(
+        "--measure",
+        type=whole(1, 100),
+        nargs="?",
+        const=6,
+        metavar="N",
+        help="run N kinds of training on this machine; default: 6. --cards, --card and --memory "
+        "are then this machine's",
+    )
+    measuring = parser.add_argument_group("with --measure")
+    add = measuring.add_argument
+    add("--train_json", metavar="DATA", help="rows; default: full rows of random tokens")
+    add("--tokenizer_name_or_path", metavar="FOLDER", help="for --train_json; default: the model's")
+    add("--out", metavar="FOLDER", help="of rows, table and picture; default: runs/fit-MODEL")
+    add("--resume", action="store_true", help="keep the rows of --out that ran")
+    add("--all", action="store_true", help="run kinds that should take over twice as long, too")
+    add("--zero", action="store_true", help="ZeRO 2 and 3, too")
     return parser
 
 
@@ -71,8 +96,12 @@ def check(ask) -> None:
     """Raise UserError for flags that lack another one, and for a model that is missing."""
     if ask.base_bits == 4 and not ask.lora_rank:
         raise UserError("--base_bits 4 needs --lora_rank (see --help)")
-    if not (ask.card or ask.memory):
-        raise UserError("set --card, or --memory (see --help)")
+    if not ask.measure:
+        if not ask.cards:
+            raise UserError("set --cards (see --help)")
+        for name in ("train_json", "tokenizer_name_or_path", "out", "resume", "all", "zero"):
+            if getattr(ask, name):
+                raise UserError(f"--{name} needs --measure (see --help)")
     find_here(ask.model)
 
 
@@ -81,8 +110,15 @@ if __name__ == "__main__":  # before the slow imports
 
 import torch
 
-from llm_demo import step_time
-from llm_demo.machine.device import dtype_name, has_fused_kernels, pick_dtype, plan_for, this_device
+from llm_demo import measure, step_time
+from llm_demo.machine.device import (
+    dtype_name,
+    has_fused_kernels,
+    is_sm,
+    pick_dtype,
+    plan_for,
+    this_device,
+)
 from llm_demo.machine.files import ROOT
 from llm_demo.machine.text import counted
 from llm_demo.memory import (
@@ -118,6 +154,7 @@ LAUNCHERS = {
     "fsdp": "fsdp/launch_fsdp.sh",
     "pp": "pp/launch_pp.sh",
     "fsdp_pp": "fsdp_pp/launch_fsdp_pp.sh",
+    "zero": "zero/launch_zero.sh",
 }
 DEVICE = "on the device"
 # of the report's table; a choice with several of these flags counts to the last
@@ -147,7 +184,11 @@ FLAGS = (  # that are searched, as they are printed
     "sequence_parallel",
     "expert_parallel",
     "tensor_parallel",
+    "replicas",
+    "psgd_rank",
+    "fp8",
 )
+PSGD_RANK = 32
 
 
 class Choice(NamedTuple):
@@ -156,17 +197,12 @@ class Choice(NamedTuple):
     seconds: float  # rough time of a step
     peak: Peak  # of the fullest card
     host: float  # GiB of the host's memory for all ranks
+    tokens: int  # per step
 
     @property
     def memory(self) -> float:
         """GiB of the fullest card."""
         return self.peak.total
-
-    @property
-    def tokens(self) -> int:
-        """Per step."""
-        s = self.settings
-        return s.tokens * s.grad_accum_steps * s.ranks
 
     @property
     def way(self) -> str:
@@ -189,6 +225,8 @@ def choices(config, ask, pipeline: bool = True) -> Iterator[Choice]:
     found = list(fsdp_settings(config, ask))
     if pipeline and not ask.lora_rank and ask.cards % 2 == 0:
         found += pipeline_settings(config, ask)
+    if ask.measure:
+        found += settings_to_measure(config, ask)
     for settings in found:
         for batch in with_batches(ask, settings):
             yield choice_of(config, sizes, ask, batch)
@@ -272,6 +310,35 @@ def pipeline_settings(config, ask) -> Iterator[Settings]:
         yield replace(plain, schedule="interleaved")
 
 
+def settings_to_measure(config, ask) -> Iterator[Settings]:
+    """Those whose time the rough formula knows too little of to name them unmeasured: copies of the
+    model, PowerSGD, fp8, the schedule v and ZeRO. Without the sizes of batches."""
+    hopper = is_sm(this_device(), 89) and ask.compute.compile and not is_mixture(config)
+    for saving in savings(config, ask):
+        if saving.activations_on_host:
+            continue
+        if ask.cards > 1 and not ask.lora_rank:
+            copies = replace(saving, ranks=1, sharded=False, replicas=str(ask.cards))
+            yield copies
+            yield replace(copies, psgd_rank=PSGD_RANK)
+        if ask.cards > 1 and ask.cards % 2 == 0 and not ask.lora_rank:
+            for stages in sorted({2, ask.cards}):
+                ranks = ask.cards // stages
+                staged = replace(saving, engine="fsdp_pp", stages=stages, ranks=ranks, schedule="v")
+                if stages * 2 <= config.num_hidden_layers:
+                    yield replace(staged, sharded=ranks > 1)
+        if hopper and not ask.lora_rank:
+            yield replace(saving, fp8="rowwise_gw")
+        if ask.zero and importlib.util.find_spec("deepspeed") and not ask.lora_rank:
+            for stage in (2, 3):
+                zero = json.loads((ROOT / zero_config(stage)).read_text("utf-8"))
+                yield replace(saving, engine="zero", zero=zero["zero_optimization"])
+
+
+def zero_config(stage: int) -> str:
+    return f"zero/ds_zero{stage}.json"
+
+
 def spreads(ask, refuse: Callable, what) -> list[int]:
     """Over how many cards rows may be cut. refuse(what, n) raises UserError if n can't share it."""
     possible = []
@@ -286,7 +353,7 @@ def spreads(ask, refuse: Callable, what) -> list[int]:
 def with_batches(ask, settings: Settings) -> Iterator[Settings]:
     """With each micro-batch size, accumulated to at least the tokens asked for."""
     shares = settings.sequence_parallel * settings.tensor_parallel
-    rows = math.ceil(ask.tokens_a_step / ask.seq_len / (settings.ranks // shares))
+    rows = math.ceil(ask.tokens_a_step / ask.seq_len / (ask.cards // settings.stages // shares))
     smallest = {math.ceil(rows / micro): micro for micro in range(min(rows, LARGEST), 0, -1)}
     for accum, micro in smallest.items():
         if settings.schedule == "dualpipev" and accum < 2 * settings.stages:
@@ -311,7 +378,15 @@ def choice_of(config, sizes: Sizes, ask, settings: Settings) -> Choice:
     ranks = peaks(sizes, settings)
     fullest = max(ranks, key=lambda peak: peak.total)
     host = sum(peak.host for peak in ranks)
-    return Choice(settings, flags_of(settings, ask), seconds, fullest, host)
+    rows = settings.tokens * settings.grad_accum_steps
+    return Choice(
+        settings=settings,
+        flags=flags_of(settings, ask),
+        seconds=seconds,
+        peak=fullest,
+        host=host,
+        tokens=rows * (ask.cards // settings.stages),
+    )
 
 
 def flags_of(settings: Settings, ask) -> dict:
@@ -325,7 +400,17 @@ def flags_of(settings: Settings, ask) -> dict:
         always = always or flag == "schedule" and settings.stages > 1
         if always or asked[flag] != plain[flag]:
             flags[flag] = asked[flag]
+    if settings.engine == "zero":
+        flags["deepspeed_config"] = near(zero_config(settings.zero["stage"]))
     return flags
+
+
+def near(file: str) -> str:
+    """The path of a file of this project, as short as it works from here."""
+    path = ROOT / file
+    if path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
+    return str(path)
 
 
 def lacking(choice: Choice, ask) -> float:
@@ -349,13 +434,14 @@ def best(found: list[Choice], ask) -> tuple[Choice, bool]:
 
 def line(choice: Choice, ask) -> str:
     """The command to paste."""
-    launcher = ROOT / LAUNCHERS[choice.settings.engine]
-    if launcher.is_relative_to(Path.cwd()):
-        launcher = launcher.relative_to(Path.cwd())
+    launcher = near(LAUNCHERS[choice.settings.engine])
     words = f"--model_name_or_path {shlex.quote(ask.model)} --seq_len {ask.seq_len} {choice}"
+    for flag in ("train_json", "tokenizer_name_or_path"):
+        if getattr(ask, flag):
+            words += f" --{flag} {shlex.quote(getattr(ask, flag))}"
     if ask.limit:  # of PyTorch alone
         words += f" --device_memory_gb {math.floor(10 * (ask.memory - CONTEXT_GB)) / 10}"
-    return f"NPROC_PER_NODE={ask.cards} bash {shlex.quote(str(launcher))} {words}"
+    return f"NPROC_PER_NODE={ask.cards} bash {shlex.quote(launcher)} {words}"
 
 
 def report(found: list[Choice], ask) -> str:
@@ -370,8 +456,8 @@ def report(found: list[Choice], ask) -> str:
         f"tokens per step: {rows} x {ask.seq_len:,} = {first.tokens:,}",
         f"card: {ask.name}: {dtype_name(ask.compute.dtype)}, {ask.compute.attn_impl} attention, "
         f"{compiled}{ask.assumed}",
-        f"times: a rough formula, at {ask.tflops:.0f} TFLOP/s a card and {ask.bandwidth:g} GB/s "
-        "between cards",
+        f"times: a rough formula, at {ask.tflops:.3g} TFLOP/s a card and {ask.bandwidth:.3g} GB/s "
+        f"between cards, {ask.speed_from}",
         f"memory: {first.memory:.1f} of {ask.memory:g} GiB a card: {parts}",
         f"host memory: {host:.1f} GiB for all processes",
         "considered (the fastest of each kind by the rough time of a step):",
@@ -414,12 +500,17 @@ def nothing(found: list[Choice], config, ask) -> str:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """What is asked for, with what --card stands for."""
+    """What is asked for, with what --card or this machine's cards stand for."""
     ask = make_parser().parse_args(argv)
     check(ask)
     plan_for(ask.card)
+    if ask.measure:
+        measure.fill_from_machine(ask)
+    ask.seq_len = ask.seq_len or 1024
+    kept = {} if ask.card else step_time.kept_speed(ask.cards)
     ask.name, ask.compute, ask.assumed = "any, as fast as an H200", COMPUTE, ""
-    if ask.card:
+    kind = ask.card or ("here" if ask.measure or kept else None)
+    if kind:
         card = this_device()
         dtype, _ = pick_dtype("auto", card)
         attention = "varlen" if has_fused_kernels(card) else "bucketed"
@@ -427,9 +518,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         ask.compute = Compute(dtype, attention, compiled, rule="fla")
         ask.name = card.name
         ask.memory = ask.memory or card.memory_gb
+    if not ask.memory:
+        raise UserError("set --card, or --memory (see --help)")
     ask.usable = ask.memory * USABLE
-    tflops, bandwidth = step_time.speed_of(ask.card, ask.compute.dtype)
-    ask.tflops, ask.bandwidth = ask.tflops or tflops, ask.bandwidth or bandwidth
+    tflops, bandwidth = step_time.speed_of(kind, ask.compute.dtype)
+    ask.speed_from = "assumed"
+    if kept and not (ask.tflops and ask.bandwidth):
+        ask.speed_from = f"measured here ({step_time.speed_file(ask.cards)}, deleting it forgets)"
+    ask.tflops = ask.tflops or kept.get("tflops", tflops)
+    ask.bandwidth = ask.bandwidth or kept.get("bandwidth", bandwidth)
     return ask
 
 
@@ -449,8 +546,17 @@ def main(argv: list[str] | None = None) -> None:
     if not best(found, ask)[1]:
         print(f"error: {nothing(found, config, ask)}", file=sys.stderr)
         sys.exit(1)
+    if ask.measure:
+        fitting = [choice for choice in found if not lacking(choice, ask)]
+        measure.measure_ways(fitting, sizes_of(config), ask, lambda choice: line(choice, ask))
+        return
     print(report(found, ask))
 
 
 if __name__ == "__main__":
-    command(main)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or a measured run would go on
+    try:
+        command(main)
+    except KeyboardInterrupt:
+        print("\nstopped: finished rows are kept, --resume continues", file=sys.stderr)
+        sys.exit(130)

@@ -76,6 +76,7 @@ class Settings:
     rule: str = "fla"  # of linear attention; chunked: operations of PyTorch
     attention_kept: int = 0  # the last blocks whose attention is not computed again
     lora: tuple | None = None  # a options.lora.Lora
+    fp8: str = "none"  # products, which changes time alone
 
     @property
     def size(self) -> int:
@@ -87,6 +88,11 @@ class Settings:
         """Tokens of a micro-batch that a rank holds."""
         shares = self.sequence_parallel * self.tensor_parallel
         return self.micro_batch_size * self.seq_len // shares
+
+    @property
+    def copies_of_model(self) -> int:
+        """Of --replicas N. "all" has no number."""
+        return int(self.replicas) if self.replicas != "all" else 1
 
     @property
     def with_master(self) -> int:

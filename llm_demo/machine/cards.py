@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 TFLOPS, SUSTAINED = 550, 0.55  # of an H200 in bf16; share of a data sheet's that is reached
 NVLINK, PCIE = 200, 20  # GB/s between cards
+CPU_TFLOPS, CPU_LINK = 0.1, 1  # of a process on a CPU; only the order of settings depends on them
 LINKED = ("h100", "h200", "a100")  # by NVLink
 
 

@@ -186,6 +186,15 @@ def published(folder: Path) -> list[Path]:
     return sorted(folder.glob("step_" + "[0-9]" * 8), reverse=True)
 
 
+def revision() -> str | None:
+    """The commit of this project's files, with -dirty if they differ from it."""
+    given = os.environ.get("LLM_DEMO_REVISION")  # set where the files were copied without .git
+    git = ["git", "-C", ROOT, "describe", "--always", "--dirty", "--abbrev=12"]
+    with contextlib.suppress(FileNotFoundError):  # git is not installed
+        given = given or subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    return given or None
+
+
 def environment(world) -> dict:
     """Versions, hardware and revision of this run."""
     import torch
@@ -196,10 +205,6 @@ def environment(world) -> dict:
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             versions[package] = version(package)
-    revision = os.environ.get("LLM_DEMO_REVISION")  # set where the files were copied without .git
-    git = ["git", "-C", ROOT, "describe", "--always", "--dirty", "--abbrev=12"]
-    with contextlib.suppress(FileNotFoundError):  # git is not installed
-        revision = revision or subprocess.run(git, capture_output=True, text=True).stdout.strip()
     found = {
         "versions": versions,
         "cuda": torch.version.cuda,
@@ -208,7 +213,7 @@ def environment(world) -> dict:
         "link": next(iter(links()), None) if world.device.type == "cuda" else None,
         "world_size": world.size,
         "platform": platform.platform(),
-        "revision": revision or None,
+        "revision": revision(),
         "environment": {
             k: v
             for k, v in sorted(os.environ.items())

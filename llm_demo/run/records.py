@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -358,6 +359,7 @@ def summarise(
         "eval_exact": dict(history.exact),
         "skipped_steps": sum(r.get("train/skipped") is True for r in records),
         "spread_step_ms": [min(times), max(times)],
+        "quartiles_step_ms": np.percentile(times, (25, 75)).tolist(),
         **{key.replace("perf/", "median_"): ranks for key, ranks in times_of_ranks.items()},
         **{f"median_{key}": value for key, value in medians.items()},
         "mfu": median(steps, "perf/mfu") if peak_tflops else None,
