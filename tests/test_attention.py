@@ -19,6 +19,7 @@ from llm_demo.core.decoder import Blocks, DecoderLoss
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import position_ids
 from llm_demo.machine import probes
+from llm_demo.machine.cards import CARDS
 from llm_demo.machine.device import Device, dtype_name, peak_tflops, pick_dtype, this_device
 from llm_demo.model.costs import heads_of
 from llm_demo.options import long_documents  # noqa: F401  registers the operator of varlen_cudnn
@@ -424,7 +425,11 @@ def test_an_mi100_is_not_taken_for_a_hopper(monkeypatch):
 
 def test_peak_of_an_unknown_device_is_unknown():
     assert peak_tflops(CPU, torch.float32) is None
-    assert peak_tflops(Device("cuda", "nvidia", "GB10", "sm_121", 128.0), torch.bfloat16) is None
+    assert (
+        peak_tflops(Device("cuda", "nvidia", "NVIDIA A10", "sm_86", 24.0), torch.bfloat16) is None
+    )
+    assert peak_tflops(CARDS["t4"], torch.bfloat16) is None
+    assert all(peak_tflops(card, pick_dtype("auto", card)[0]) for card in CARDS.values())
     assert peak_tflops(H100, torch.bfloat16) == 989.4
 
 

@@ -7,14 +7,15 @@ from unittest.mock import Mock
 import pytest
 import torch
 from conftest import ROOT
-from test_attention import A100, CPU, H100, MI100, MI210, MI300, RX7900, V100, pick, works
+from test_attention import CPU, H100, MI100, V100, pick, works
 from torch._dynamo.backends.debugging import aot_eager
 
 from llm_demo.core import decoder, optim
 from llm_demo.core.attention import make_documents
 from llm_demo.core.decoder import Blocks, materialise, skeleton
 from llm_demo.core.rows import position_ids
-from llm_demo.machine.device import DTYPES, Device, pick_dtype
+from llm_demo.machine.cards import CARDS
+from llm_demo.machine.device import DTYPES, pick_dtype
 from llm_demo.machine.probes import compile_errors
 from llm_demo.model.source import load_config
 from llm_demo.run.choices import choose_compile
@@ -86,21 +87,9 @@ def test_the_probe_tests_what_the_run_would_compile(asked, dtype):
     assert found == (False, "torch.compile does not work here: wrong")
 
 
-CARDS = {
-    "H100 80 GB": H100,
-    "H200": Device("cuda", "nvidia", "NVIDIA H200", "sm_90", 141.0),
-    "A100 80 GB": A100,
-    "RTX 4090": Device("cuda", "nvidia", "NVIDIA GeForce RTX 4090", "sm_89", 24.0),
-    "RTX 3090": Device("cuda", "nvidia", "NVIDIA GeForce RTX 3090", "sm_86", 24.0),
-    "MI100": MI100,
-    "MI210": MI210,
-    "MI300X": MI300,
-    "RX 7900 XTX": RX7900,
-}
-
-
 @pytest.mark.parametrize("card", CARDS)
 def test_the_table_of_cards(card):
+    """Of docs/attention.md."""
     device = CARDS[card]
     dtype, _ = pick_dtype("auto", device)
     ways = {}, {"longest": 4096}, {"single": True}
@@ -109,7 +98,7 @@ def test_the_table_of_cards(card):
     name = next(name for name, each in DTYPES.items() if each == dtype)
     compiled, _ = choose_compile(None, device, several, probe=works)
     assert choose_compile(None, device, one, probe=works)[0] == compiled
-    row = f"| {card} | {name} | {packed} | `{one}` | {'yes' if compiled else 'no'} |"
+    row = f"| `{card}` | {name} | {packed} | `{one}` | {'yes' if compiled else 'no'} |"
     assert row in (ROOT / "docs/attention.md").read_text()
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 TFLOPS, SUSTAINED = 550, 0.55  # of an H200 in bf16; share of a data sheet's that is reached
 NVLINK, PCIE = 200, 20  # GB/s between cards
 CPU_TFLOPS, CPU_LINK = 0.1, 1  # of a process on a CPU; only the order of settings depends on them
-LINKED = ("h100", "h200", "a100")  # by NVLink
+LINKED = ("h100", "h200", "b200", "a100")  # by NVLink
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,39 @@ class Device:
 
 
 # Cards to plan for without having one (--card), as PyTorch reports them. Memory: measured on H100
-# and H200, else from messages that people have published.
+# and H200, else from messages that people have published, or the data sheet's.
 CARDS = {
     "h100": Device("cuda", "nvidia", "NVIDIA H100 80GB HBM3", "sm_90", 79.2, 132),
     "h200": Device("cuda", "nvidia", "NVIDIA H200", "sm_90", 139.8, 132),
+    "b200": Device("cuda", "nvidia", "NVIDIA B200", "sm_100", 178.4, 148),
+    "gb10": Device("cuda", "nvidia", "NVIDIA GB10", "sm_121", 119.7, 48),
     "a100": Device("cuda", "nvidia", "NVIDIA A100-SXM4-80GB", "sm_80", 79.2, 108),
+    "l40s": Device("cuda", "nvidia", "NVIDIA L40S", "sm_89", 44.4, 142),
+    "a6000": Device("cuda", "nvidia", "NVIDIA RTX A6000", "sm_86", 47.4, 84),
+    "a40": Device("cuda", "nvidia", "NVIDIA A40", "sm_86", 44.4, 84),
+    "v100": Device("cuda", "nvidia", "Tesla V100-SXM2-32GB", "sm_70", 31.7, 80),
+    "t4": Device("cuda", "nvidia", "Tesla T4", "sm_75", 14.6, 40),
+    "rtxpro6000": Device(
+        "cuda",
+        "nvidia",
+        "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
+        "sm_120",
+        94.9,
+        188,
+    ),
+    "rtx5090": Device("cuda", "nvidia", "NVIDIA GeForce RTX 5090", "sm_120", 31.4, 170),
+    "rtx5080": Device("cuda", "nvidia", "NVIDIA GeForce RTX 5080", "sm_120", 15.5, 84),
     "rtx4090": Device("cuda", "nvidia", "NVIDIA GeForce RTX 4090", "sm_89", 23.6, 128),
     "rtx3090": Device("cuda", "nvidia", "NVIDIA GeForce RTX 3090", "sm_86", 23.6, 82),
     "mi100": Device("cuda", "amd", "AMD Instinct MI100", "gfx908", 32.0, 120),
     "mi210": Device("cuda", "amd", "AMD Instinct MI210", "gfx90a", 64.0, 104),
+    "mi250x": Device("cuda", "amd", "AMD Instinct MI250X", "gfx90a", 64.0, 110),  # one die
+    "mi300a": Device("cuda", "amd", "AMD Instinct MI300A", "gfx942", 128.0, 228),
     "mi300x": Device("cuda", "amd", "AMD Instinct MI300X", "gfx942", 192.0, 304),
+    "mi325x": Device("cuda", "amd", "AMD Instinct MI325X", "gfx942", 256.0, 304),
+    "mi350x": Device("cuda", "amd", "AMD Instinct MI350X", "gfx950", 288.0, 256),
+    "mi355x": Device("cuda", "amd", "AMD Instinct MI355X", "gfx950", 288.0, 256),
+    "r9700": Device("cuda", "amd", "AMD Radeon AI PRO R9700", "gfx1201", 32.0, 32),
+    "rx9070xt": Device("cuda", "amd", "AMD Radeon RX 9070 XT", "gfx1201", 16.0, 32),
     "rx7900xtx": Device("cuda", "amd", "AMD Radeon RX 7900 XTX", "gfx1100", 24.0, 48),
 }
