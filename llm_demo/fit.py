@@ -331,11 +331,11 @@ def settings_to_measure(config, ask) -> Iterator[Settings]:
             yield replace(saving, fp8="rowwise_gw")
         if ask.zero and importlib.util.find_spec("deepspeed") and not ask.lora_rank:
             for stage in (2, 3):
-                zero = json.loads((ROOT / zero_config(stage)).read_text("utf-8"))
+                zero = json.loads((ROOT / zero_file(stage)).read_text("utf-8"))
                 yield replace(saving, engine="zero", zero=zero["zero_optimization"])
 
 
-def zero_config(stage: int) -> str:
+def zero_file(stage: int) -> str:
     return f"zero/ds_zero{stage}.json"
 
 
@@ -401,7 +401,7 @@ def flags_of(settings: Settings, ask) -> dict:
         if always or asked[flag] != plain[flag]:
             flags[flag] = asked[flag]
     if settings.engine == "zero":
-        flags["deepspeed_config"] = near(zero_config(settings.zero["stage"]))
+        flags["deepspeed_config"] = near(zero_file(settings.zero["stage"]))
     return flags
 
 

@@ -32,7 +32,7 @@ EQUAL = 1.03  # by which the medians of equal ways may differ
 DRIFT = 0.05  # of a step's time, between the first run of a way and the last
 ENGINES = ("fsdp", "pp", "zero", "fsdp_pp")  # the simplest first
 OF_A_ROW = ("micro_batch_size", "grad_accum_steps", "use_activation_checkpointing")
-HEAD = (
+TABLE = (
     "way",
     "micro_bsz",
     "GA",
@@ -75,7 +75,7 @@ def fill_from_machine(ask) -> None:
     ask.tokens_a_step = -(-ask.tokens_a_step // least) * least
 
 
-def kind_of(choice, cards: int) -> str:
+def kind_measured(choice, cards: int) -> str:
     """What is measured once: flags without sizes of batches; on one card with them."""
     flags = dict(choice.flags)
     if cards > 1:
@@ -88,7 +88,7 @@ def likeliest(fitting: list, ask) -> list:
     fit. Only those with exactly the tokens of a step that were asked for can be compared."""
     fastest = {}
     for choice in fitting:
-        kind = kind_of(choice, ask.cards)
+        kind = kind_measured(choice, ask.cards)
         if choice.tokens == ask.tokens_a_step:
             known = fastest.setdefault(kind, choice)
             if choice.seconds < known.seconds:
@@ -119,7 +119,7 @@ def row_of(choice, ask) -> dict:
         "gpus": ask.cards,
         "steps": STEPS,
         "data": ask.train_json or "full",
-        "flags": words_of(flags),
+        "flags": flag_words(flags),
     }
 
 
@@ -128,7 +128,7 @@ def flags_beside(choice) -> dict:
     return {name: value for name, value in choice.flags.items() if name not in OF_A_ROW}
 
 
-def words_of(flags: dict) -> str:
+def flag_words(flags: dict) -> str:
     words = [f"--{name}" if value is True else f"--{name} {value}" for name, value in flags.items()]
     return " ".join(words)
 
@@ -189,7 +189,7 @@ def measure_ways(fitting: list, sizes: Sizes, ask, command_of: Callable) -> None
         found.append((choice, result))
         if result["status"] == "ok":
             done.append((choice, result))
-    table = markdown(padded([HEAD, ["---"] * len(HEAD), *lines_of(found)]))
+    table = markdown(padded([TABLE, ["---"] * len(TABLE), *lines_of(found)]))
     write_text(out / "table.md", table)
     if not done:
         raise UserError(f"no way ran: their errors are in {store.file_of(name)}")
@@ -198,7 +198,7 @@ def measure_ways(fitting: list, sizes: Sizes, ask, command_of: Callable) -> None
     plots.draw(name, out / "bars.png")
     best, why = recommended(done)
     print(f"\n{table}")
-    for line in [*drifted(result, again), *keep_speed(done, sizes, ask), why]:
+    for line in [*drifted(result, again), *speed_lines(done, sizes, ask), why]:
         print(line)
     print(f"rows, table and picture: {out}")
     print(command_of(best))
@@ -223,7 +223,7 @@ def run_one(row: dict, label: str, took: list[float], runs: int) -> dict:
 
 def label_of(choice) -> str:
     """A way in words: the engine and its flags without sizes of batches."""
-    words = f"{choice.settings.engine} {words_of(flags_beside(choice))}".replace("--", "").strip()
+    words = f"{choice.settings.engine} {flag_words(flags_beside(choice))}".replace("--", "").strip()
     return f"{words} (approximate)" if approximate(choice.settings) else words
 
 
@@ -276,7 +276,7 @@ def lines_of(found: list) -> list[list[str]]:
         }
         if summary["late_alloc_retries"]:
             columns["peak_mem(G)"] += " *"
-        lines.append([str(columns[name]) for name in HEAD])
+        lines.append([str(columns[name]) for name in TABLE])
     for choice, result in found:
         if result["status"] != "ok":
             row = result["row"]
@@ -307,12 +307,12 @@ def drifted(first: dict, again: dict) -> list[str]:
 # ---------------------------------------------------------------- the machine's two constants
 
 
-def keep_speed(done: list, sizes: Sizes, ask) -> list[str]:
+def speed_lines(done: list, sizes: Sizes, ask) -> list[str]:
     """Keep what the cards and their link sustained, for later searches; lines that say so."""
     tflops, bandwidth = [], []
     for choice, result in done:
         if choice.settings.engine == "fsdp" and not approximate(choice.settings):
-            card, link = speed_of(choice.settings, sizes, result["summary"])
+            card, link = rates_of(choice.settings, sizes, result["summary"])
             tflops.append(card)
             if link:
                 bandwidth.append(link)
@@ -330,7 +330,7 @@ def keep_speed(done: list, sizes: Sizes, ask) -> list[str]:
     return [f"{words}; later searches here use {file}, deleting it forgets"]
 
 
-def speed_of(settings: Settings, sizes: Sizes, summary: dict) -> tuple[float, float | None]:
+def rates_of(settings: Settings, sizes: Sizes, summary: dict) -> tuple[float, float | None]:
     """(TFLOP/s of a card, GB/s between cards or None if nothing was sent or timed) by which the
     rough formula would foretell a row."""
     exposed = max(summary["median_comm_exposed_ms"] or [0])

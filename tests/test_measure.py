@@ -186,7 +186,7 @@ def test_the_measured_speed_is_the_formula_turned_around():
     hidden = step - step_time.micro_batch_seconds(sizes, s, 500e12) * 1000
     summary = {"median_step_ms": step, "median_comm_exposed_ms": [hidden, 0]}
     summary |= {"median_comm_ms": [comm, comm + 7], "median_comm_wait_ms": [0, 7]}
-    assert measure.speed_of(s, sizes, summary) == pytest.approx((500, 200), rel=1e-6)
+    assert measure.rates_of(s, sizes, summary) == pytest.approx((500, 200), rel=1e-6)
 
 
 @pytest.mark.parametrize(
