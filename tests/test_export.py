@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from llm_demo import export as command
 from llm_demo.core.errors import UserError
 from llm_demo.machine.device import DTYPES
-from llm_demo.model.export_files import Values, write_weights
+from llm_demo.model.export_files import write_weights
 from llm_demo.model.model_folder import describe_model
 from llm_demo.model.positions import position_limit
 from llm_demo.model.source import load_config
@@ -98,7 +98,7 @@ def test_files_are_of_their_dtype(dtype, tmp_path):
             t.fill_(1e5)
 
     def write(shapes):
-        return write_weights(tmp_path, Values(tmp_path, fill), shapes, DTYPES[dtype], "5GB")
+        return write_weights(tmp_path, fill, shapes, DTYPES[dtype], "5GB")
 
     if dtype == "fp16":
         with pytest.raises(UserError, match="a is not finite in torch.float16"):

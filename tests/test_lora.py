@@ -23,7 +23,7 @@ from llm_demo.core.decoder import Blocks
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import FUSED
 from llm_demo.model.adapters import choose_lora, factors_of
-from llm_demo.model.export_files import Values, write_adapter
+from llm_demo.model.export_files import write_adapter
 from llm_demo.model.source import find_model
 from llm_demo.model.weights_files import open_weights
 from llm_demo.options.lora import Factor, Lora, LoraLinear
@@ -339,20 +339,12 @@ def test_an_export_names_the_layers_that_have_adapters(tmp_path):
         for t in tensors.values():
             t.normal_()
 
-    write_adapter(tmp_path, Values(tmp_path, fill), wanted, torch.float32, lora)
+    write_adapter(tmp_path, fill, wanted, torch.float32, lora)
     written = json.loads((tmp_path / "adapter_config.json").read_text())
     assert sorted(written["target_modules"]) == ["down_proj", "q_proj"]
     model = PeftModel.from_pretrained(model, tmp_path)
     adapted = {ours(name) for name, _ in model.named_parameters() if ".lora_" in name}
     assert adapted == wanted.keys() and len(adapted) == 4 * 2 * 2
-
-
-def test_adapters_are_written_by_peft(run_folder, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", None)  # as if it were not installed
-    with pytest.raises(UserError, match="by peft, which is not installed: run setup.sh, or write"):
-        export(at(run_folder, 4), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    export(at(run_folder, 4), tmp_path / "merged", merge=True)
 
 
 def test_an_adapter_is_no_model(run_folder):

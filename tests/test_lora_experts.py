@@ -37,7 +37,7 @@ from llm_demo.core.errors import UserError
 from llm_demo.core.experts import FUSED, Routers, blocks_with_experts
 from llm_demo.core.rows import position_ids
 from llm_demo.model.adapters import choose_lora, factors_of, merge_into
-from llm_demo.model.export_files import Values, write_adapter
+from llm_demo.model.export_files import write_adapter
 from llm_demo.model.source import load_config
 from llm_demo.model.weights_files import open_weights
 from llm_demo.options.lora import apply_lora
@@ -206,7 +206,7 @@ def test_peft_reads_experts_as_the_merge_adds_them(name, targets, tmp_path, monk
         for key, t in tensors.items():
             t.copy_(factors[key])
 
-    write_adapter(tmp_path, Values(tmp_path, fill), wanted, torch.float32, lora)
+    write_adapter(tmp_path, fill, wanted, torch.float32, lora)
     merged = copy.deepcopy(model)
     for key, p in merged.named_parameters():
         merge_into(key, p.data, factors, lora)

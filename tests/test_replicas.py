@@ -10,7 +10,7 @@ import torch
 from conftest import ROOT, logged, run, smaller_model, train_cases
 
 from bench.checkpoints import tensors
-from llm_demo.model.export_files import Values, described_model, write_weights
+from llm_demo.model.export_files import described_model, write_weights
 from llm_demo.run.checkpoint_files import read_tensors
 
 STEPS, AT = 3, 2
@@ -123,9 +123,9 @@ def test_compressed_runs_stop_and_go_on(train):
     assert "resume: psgd_error of " in (folder / "exact-from-low/train.log").read_text()
     out = folder / "hf"
     out.mkdir()
-    shapes = described_model(folder / "model").shapes
-    values = Values(folder / "low" / LAST, partial(read_tensors, folder / "low" / LAST))
-    assert write_weights(out, values, shapes, torch.float32, "1GB") > 0
+    shapes = described_model(folder / "model")[1]
+    read = partial(read_tensors, folder / "low" / LAST)
+    assert write_weights(out, read, shapes, torch.float32, "1GB") > 0
 
 
 def test_the_launcher_trains_copies(tmp_path):

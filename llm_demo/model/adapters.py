@@ -1,7 +1,6 @@
 """Adapters that the flags ask for, over a model that is found: new ones, or those of a folder."""
 
 import functools
-import importlib.util
 import math
 from collections.abc import Callable, Container
 
@@ -28,8 +27,6 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 def decide_lora(args, world: World, source, dtype: str) -> tuple[Lora, list[str]]:
     """(the adapters that the flags ask for, lines). source: a model_folder.Source."""
-    if args.export != "none" and not importlib.util.find_spec("peft"):
-        raise UserError("--export of adapters needs peft, which is not installed: run setup.sh")
     identify = functools.partial(
         identity_of, args.model_name_or_path, source.folder, source.weights, args.seed, drawn_on()
     )

@@ -3,7 +3,6 @@ are read a few at a time."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -24,23 +23,12 @@ WEIGHTS = "model{suffix}.safetensors"
 READ_AT_ONCE = 1 << 30  # bytes of fp32 values read at once, or one tensor that has more
 
 
-class Values(NamedTuple):
-    """Where values come from."""
-
-    path: Path  # a checkpoint, for messages
-    read: Callable[[dict[str, torch.Tensor]], None]  # fills {name: tensor}
+Read = Callable[[dict[str, torch.Tensor]], None]  # fills {name: tensor} in fp32
 
 
-class Described(NamedTuple):
-    """A configuration, and the weights of its model."""
-
-    config: object  # from transformers
-    shapes: dict[str, tuple]  # a tied weight once
-    in_fp32: set[str]  # names of those that stay so whatever the dtype
-
-
-def described_model(folder: Path) -> Described:
-    """The model of a run's saved configuration. Raises UserError for any problem with it."""
+def described_model(folder: Path) -> tuple[object, dict[str, tuple], set[str]]:
+    """The model of a run's saved configuration: (transformers' configuration, {name: shape} of its
+    weights, a tied one once, names of those that stay in fp32). Raises UserError."""
     with blame(folder / "config.json"):  # which may come from elsewhere
         config = read_config(folder)
         family_of(config)  # raises KeyError
@@ -52,10 +40,10 @@ def described_model(folder: Path) -> Described:
         if name in saved:
             weights[name] = t
             in_fp32.add(name)
-    return Described(config, {name: tuple(t.shape) for name, t in weights.items()}, in_fp32)
+    return config, {name: tuple(t.shape) for name, t in weights.items()}, in_fp32
 
 
-def save_finite(tensors: dict[str, torch.Tensor], file: Path, values: Values, **more: str) -> None:
+def save_finite(tensors: dict[str, torch.Tensor], file: Path, **more: str) -> None:
     """Write safetensors; more: further metadata. Raises UserError if a number is not finite."""
     for name, t in tensors.items():
         if t.dtype == E4M3:
@@ -63,46 +51,39 @@ def save_finite(tensors: dict[str, torch.Tensor], file: Path, values: Values, **
         else:
             finite = t.isfinite()
         if not finite.all():
-            raise UserError(
-                f"{values.path}: {name} is not finite in {t.dtype}; nothing was exported"
-            )
+            raise UserError(f"{name} is not finite in {t.dtype}; nothing was exported")
     save_file(tensors, file, metadata={"format": "pt", **more})
 
 
 def write_adapter(
-    folder: Path, values: Values, shapes: dict[str, tuple], dtype: torch.dtype, lora: dict
+    folder: Path, read: Read, shapes: dict[str, tuple], dtype: torch.dtype, lora: dict
 ) -> int:
     """Write adapters as PEFT does; returns bytes. shapes: of their factors; lora: what
-    Lora.facts() returned. Raises UserError without peft."""
-    try:
-        from peft import LoraConfig  # takes a second
-    except ImportError:
-        raise UserError(
-            "adapters are written by peft, which is not installed: run setup.sh, or write the "
-            "whole model with --merge"
-        ) from None
+    Lora.facts() returned."""
     factors = {name: torch.empty(shape) for name, shape in shapes.items()}
-    values.read(factors)
+    read(factors)
     tensors = {name: t.to(dtype) for name, t in in_peft(factors).items()}
     base, alpha = lora["base"], lora["alpha"]
     noted = {BASE: base_digest(base), BITS: str(base.get("bits", 16))}
-    save_finite(tensors, folder / "adapter_model.safetensors", values, **noted)
+    save_finite(tensors, folder / "adapter_model.safetensors", **noted)
     modules, parameters = peft_targets(factors)
-    config = LoraConfig(
-        r=lora["rank"],
-        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
-        lora_dropout=lora["dropout"],
-        target_modules=modules,
-        target_parameters=parameters,
-        base_model_name_or_path=base["path"],
-        task_type="CAUSAL_LM",
-        inference_mode=True,
-    )
-    config.save_pretrained(folder)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base["path"],
+        "r": lora["rank"],
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": lora["dropout"],
+        "target_modules": modules,
+        "target_parameters": parameters,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    write_json(folder / "adapter_config.json", config, indent=2)
     return sum(t.nbytes for t in tensors.values())
 
 
-def merged(adapters: Values, shapes: dict[str, tuple], lora: dict, base: Weights) -> Values:
+def merged(read_factors: Read, shapes: dict[str, tuple], lora: dict, base: Weights) -> Read:
     """The sums of a base and its adapters. shapes: of the factors."""
 
     def read(tensors: dict[str, torch.Tensor]) -> None:
@@ -111,17 +92,17 @@ def merged(adapters: Values, shapes: dict[str, tuple], lora: dict, base: Weights
             for factor in factor_names(name):
                 if factor in shapes:
                     factors[factor] = torch.empty(shapes[factor])
-        adapters.read(factors)
+        read_factors(factors)
         for name, t in tensors.items():
             t.copy_(base.read(name))
             merge_into(name, t, factors, lora)
 
-    return Values(adapters.path, read)
+    return read
 
 
 def write_weights(
     folder: Path,
-    values: Values,
+    read: Read,
     shapes: dict[str, tuple],
     dtype: torch.dtype,
     max_shard_size: str | int,
@@ -141,7 +122,7 @@ def write_weights(
     with watched("exporting", plan.metadata["total_size"], lambda: size_of(folder)):
         for file, names in plan.filename_to_tensors.items():
             kinds = {name: of_files[name].dtype for name in names}
-            save_finite(read_file(values, shapes, kinds), folder / file, values)
+            save_finite(read_file(read, shapes, kinds), folder / file)
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         write_json(folder / "model.safetensors.index.json", index, indent=2)
@@ -159,7 +140,7 @@ def in_shards(tensors: dict[str, torch.Tensor], max_shard_size: str | int):
 
 
 def read_file(
-    values: Values, shapes: dict[str, tuple], kinds: dict[str, torch.dtype]
+    read: Read, shapes: dict[str, tuple], kinds: dict[str, torch.dtype]
 ) -> dict[str, torch.Tensor]:
     """What a file holds. shapes: of the model; kinds: {name: dtype} in the file. A fused tensor is
     read whole, even if another file has some of its experts."""
@@ -170,16 +151,16 @@ def read_file(
             needed[name] = torch.empty(shape, device="meta")
     tensors = {}
     for names in in_shards(needed, READ_AT_ONCE).filename_to_tensors.values():
-        tensors |= read_group(values, {name: shapes[name] for name in names}, kinds)
+        tensors |= read_group(read, {name: shapes[name] for name in names}, kinds)
     return tensors
 
 
 def read_group(
-    values: Values, shapes: dict[str, tuple], kinds: dict[str, torch.dtype]
+    read: Read, shapes: dict[str, tuple], kinds: dict[str, torch.dtype]
 ) -> dict[str, torch.Tensor]:
     """As `read_file`, of these weights, whose fp32 values are in memory until it returns."""
     masters = {name: torch.empty(shape) for name, shape in shapes.items()}
-    values.read(masters)
+    read(masters)
     tensors = {}
     for name, master in masters.items():
         for part, t in as_in_files(name, master).items():

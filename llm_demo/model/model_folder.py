@@ -70,8 +70,7 @@ def find_source(args: Args, world: World, seq_len: int) -> tuple[Source, list[st
     if weights and weights.ignored:
         lines.append(
             f"weights: {len(weights.ignored)} not used: {', '.join(weights.ignored[:3])} (a vision "
-            "tower, layers of multi-token prediction, rotary frequencies, what the index does not "
-            "name)"
+            "tower, layers of multi-token prediction, rotary frequencies)"
         )
     limit = position_limit(config)
     if limit and seq_len > limit:
@@ -245,7 +244,7 @@ def load_model(name: str, folder: Path, config, dtype: torch.dtype) -> PreTraine
     weights, source, values = open_weights(folder), folder, None
     if weights and (weights.scales or weights.packed):
         source, values = None, {}
-        for name in weights.shapes.keys() - set(weights.ignored):
+        for name in weights.shapes:
             value = weights.read(name)
             # what chooses experts, a vector, stays in fp32
             values[name] = value.to(dtype) if value.ndim > 1 else value

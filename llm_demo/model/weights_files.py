@@ -127,20 +127,17 @@ class Weights:
                 other = self.names[ours]
                 raise UserError(f"{folder}: {name} and {other} are the same weight; remove one")
             self.names[ours], self.files[ours] = name, file
-        named = [*self.files]
         # what training doesn't use: layers that predict further tokens (DeepSeek), a vision tower,
-        # the rotary frequencies of old files, what the index does not name
-        self.ignored = [n.removesuffix(EXTRA) for n in named if n.endswith(f".{EXTRA}")]
-        self.ignored += [p for p in OTHER_PARTS if any(n.startswith(p) for n in named)]
-        for name in named:
-            if name.startswith(tuple(self.ignored)):
-                del self.files[name]
-        self.ignored += [n for n in self.files if n.endswith(ROTARY)]
+        # the rotary frequencies of old files
+        extra = [n.removesuffix(EXTRA) for n in self.files if n.endswith(f".{EXTRA}")]
+        unused = (*OTHER_PARTS, *extra)
+        self.ignored = [n for n in self.files if n.startswith(unused) or n.endswith(ROTARY)]
+        for name in self.ignored:
+            del self.files[name]
         self.bytes_read = 0
         self.stored, self.kinds = {}, {}
         for file in sorted(set(self.files.values())):
             with _open(file) as opened:
-                self.ignored += sorted({text_name(n) for n in opened.keys()} - {*named})
                 for name in self._names_in(file):
                     tensor = opened.get_slice(self.names[name])
                     self.stored[name] = tuple(tensor.get_shape())
@@ -180,7 +177,7 @@ class Weights:
             if name not in tied:
                 raise UserError(f"{self.folder}: weight {name} is missing")
         for name, shape in sorted(self.stored.items()):
-            if name not in wanted and name not in self.ignored:
+            if name not in wanted:
                 raise UserError(f"{self.folder}: {name} is not a weight of this model")
             if shape != wanted.get(name, shape):
                 raise UserError(

@@ -18,7 +18,6 @@ from llm_demo.machine.process import appearing, read_text
 from llm_demo.machine.text import blame, differences
 from llm_demo.model.adapters import factors_of
 from llm_demo.model.export_files import (
-    Values,
     described_model,
     merged,
     write_adapter,
@@ -98,7 +97,7 @@ def export(
         config, shapes, in_fp32 = described_model(model)
         held = factors_of(lora, shapes) if lora else shapes
         compare_shapes(checkpoint, weights_of(checkpoint), held, "by its configuration")
-        values = Values(checkpoint, functools.partial(read_tensors, checkpoint))
+        read = functools.partial(read_tensors, checkpoint)
         tokenizer = load_tokenizer(str(model))
         kind = DTYPES.get(dtype, torch.bfloat16)  # of what is not in fp8
         if whole:
@@ -107,10 +106,10 @@ def export(
                 written.quantization_config = fp8_config(in_files(shapes))
             notes = describe(model, part, tokenizer, written, kind)
             if lora:
-                values = merged(values, held, lora, weights)
+                read = merged(read, held, lora, weights)
             n_bytes = write_weights(
                 folder=part,
-                values=values,
+                read=read,
                 shapes=shapes,
                 dtype=kind,
                 max_shard_size=max_shard_size,
@@ -121,7 +120,7 @@ def export(
                 notes.append(IN_4_BITS)
         else:
             notes = describe(model, part, tokenizer)
-            n_bytes = write_adapter(folder=part, values=values, shapes=held, dtype=kind, lora=lora)
+            n_bytes = write_adapter(folder=part, read=read, shapes=held, dtype=kind, lora=lora)
             if family_of(config).text_of:
                 notes.append(OF_TEXT)
         write_text(part / "README.md", card(checkpoint, out.name, None if whole else lora))
