@@ -7,7 +7,6 @@ import io
 import math
 import re
 import statistics
-import string
 from datetime import datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,8 +38,7 @@ POINTS_OF_A_LINE = 150  # of steps in a long line: their median and range are dr
 PAGE = Path(__file__).with_suffix(".html")  # the template
 MARKER = "<!-- llm_demo report -->"  # only files with this marker are replaced
 
-COLORS = ("#0072b2", "#d25500", "#00805c", "#a6478a", "#8a6a00", "#5b4fc4")
-DASHES = ("solid", (0, (5, 2)), (0, (1.5, 1.5)))  # used when colours run out
+COLORS = ("#0072b2", "#d25500", "#00805c", "#a6478a", "#8a6a00", "#5b4fc4", "#5a6675", "#b3005e")
 MUTED, LINE = "#5a6675", "#dce0e6"
 PARTS_OF_A_STEP = {  # of a step, in the order of the bars
     "compute": ("compute and idle", "#93a1b1"),
@@ -78,9 +76,8 @@ def read_runs(folders: list[Path]) -> list[SimpleNamespace]:
     """All runs, each with a letter and a line style."""
     runs = [read_run(folder) for folder in folders]
     for i, run in enumerate(runs):
-        run.letter = string.ascii_uppercase[i % 26] + str(i // 26 or "")
+        run.letter = chr(ord("A") + i)
         run.color = COLORS[i % len(COLORS)]
-        run.dash = DASHES[i // len(COLORS) % len(DASHES)]
         run.width = 1.4 + 1.2 * min(2, len(runs) - 1 - i)  # shows a line below an equal one
     return runs
 
@@ -120,7 +117,6 @@ def plot_line(axes, run, x: list[float], y: list[float], name: str) -> None:
         x,
         y,
         color=run.color,
-        linestyle=run.dash,
         linewidth=run.width,
         gid=gid,
         marker="o" if len(y) <= 30 else None,

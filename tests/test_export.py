@@ -372,8 +372,5 @@ def test_a_loss_measured_after_the_checkpoint_is_on_the_card(tmp_path):
     summary.write_text('{"eval_loss": {"0": 5.0, "4": 1.25}}')
     assert heldout_of(step, facts) == "1.2500"
     assert heldout_of(step, facts | {"step": 3}) == "not measured"
-    for broken in ("", "[]", '{"eval_loss": null}', '{"eval_loss": {"4": "x"}}'):
-        summary.write_text(broken)
-        assert heldout_of(step, facts) == "not measured"
     measured = facts | {"eval_loss": 2.0, "exact": [[4, 0.5]]}
     assert heldout_of(step, measured) == "2.0000, 50.0% of the rows answered exactly"

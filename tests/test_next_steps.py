@@ -6,13 +6,12 @@ import shlex
 import sys
 
 import pytest
-from conftest import ROOT, command_line
+from conftest import ROOT
 from tiny_tokenizer import make_tokenizer, packs_of, write
 
 from llm_demo import chat, evaluate, export
-from llm_demo.core.mesh import World
 from llm_demo.machine.text import resume
-from llm_demo.run.next_steps import next_steps, without_dry_run
+from llm_demo.run.next_steps import next_steps
 
 
 @pytest.fixture
@@ -124,19 +123,6 @@ def test_chat_has_the_system_prompt_that_all_rows_have(folder, tmp_path):
     write(tmp_path / "x.jsonl", {"instruction": "hi", "output": "yo"})
     found.append(packs_of(str(tmp_path / "x.jsonl"), make_tokenizer()).documents.stats.systems)
     assert found == [["a"], ["a", "b"], ["a", "b"], [""]]
-
-
-def test_a_dry_run_names_the_command_without_it(folder, monkeypatch):
-    script, flags = str(ROOT / "fsdp/train_fsdp.py"), ["--train_json", "my data.jsonl"]
-    for dry in (["--dry_run"], ["--dry-run"], ["--dry_run", "true"], ["--dry_run=1"]):
-        for argv in ([*dry, *flags], [*flags, *dry], ["--no_save", *dry, "--no_shuffle", *flags]):
-            command_line(monkeypatch, script, *argv)
-            line = without_dry_run(World(0, 2, 0, None))
-            kept = [word for word in argv if word not in dry]
-            assert line.startswith("NPROC_PER_NODE=2 PYTHONPATH=")
-            assert words(line.split(" ", 1)[1]) == [script, *kept]
-    monkeypatch.setenv("NNODES", "2")
-    assert without_dry_run(World(0, 2, 0, None)) == ""
 
 
 def test_a_run_that_went_on_is_exported_again_beside_the_earlier_export(folder):

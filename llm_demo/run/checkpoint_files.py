@@ -155,28 +155,23 @@ def find_checkpoint(
         return None
     auto = resume == "auto"
     named = run_folder if auto else Path(resume)
-    if not auto and from_rank0(world, (named / "manifest.json").exists):
-        problem = problem_of(named, world, tensors)
-        if problem:
-            raise UserError(f"{named}: {problem}")
-        return named
-    folder = named / "checkpoints"
-    paths = from_rank0(world, lambda: published(folder))
+    is_one = not auto and from_rank0(world, (named / "manifest.json").exists)
+    paths = [named] if is_one else from_rank0(world, lambda: published(named / "checkpoints"))
     for path in paths:
         problem = problem_of(path, world, tensors)
         if not problem:
             return path
         say(f"resume: {path.name} skipped: {problem}")
-    if not auto:
-        from_rank0(world, lambda: refuse_deepspeed(named))
-        there = from_rank0(world, named.is_dir)
-        raise UserError(f"{named}: {'it has no intact checkpoint' if there else 'no such folder'}")
-    if paths:
+    if auto and not paths:
+        say(f"resume: no checkpoint in {named}/checkpoints, starting from step 1")
+        return None
+    if auto:
         raise UserError(
-            f"no checkpoint in {folder} is intact: to start again from step 1, move it away"
+            f"no checkpoint in {named}/checkpoints is intact: to start again from step 1, move it "
+            "away"
         )
-    say(f"resume: no checkpoint in {folder}, starting from step 1")
-    return None
+    from_rank0(world, lambda: refuse_deepspeed(named))
+    raise UserError(f"{named}: {problem if is_one else 'it has no intact checkpoint'}")
 
 
 # What DCP pickles in addition to dtypes. BytesStorageMetadata is left out: DCP unpickles such items

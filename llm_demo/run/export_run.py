@@ -14,7 +14,7 @@ from llm_demo.core.errors import UserError, printable
 from llm_demo.flags.args import names_of
 from llm_demo.machine.device import DTYPES
 from llm_demo.machine.files import write_text
-from llm_demo.machine.process import appearing, read_text
+from llm_demo.machine.process import appearing
 from llm_demo.machine.text import blame, differences
 from llm_demo.model.adapters import factors_of
 from llm_demo.model.export_files import (
@@ -36,6 +36,7 @@ from llm_demo.model.weights_files import (
     same_base,
 )
 from llm_demo.run.checkpoint_files import checked_facts, compare_shapes, read_tensors, weights_of
+from llm_demo.run.folder import object_in
 from llm_demo.run.inputs import refuse_used
 
 IN_4_BITS = (
@@ -167,12 +168,11 @@ def heldout_of(checkpoint: Path, facts: dict) -> str:
     """The held-out figures of a checkpoint, in words. A run that was stopped in its last evaluation
     has measured them after its last checkpoint: they are in summary.json."""
     loss, step = facts["eval_loss"], facts["step"]
+    summary = checkpoint.parent.parent / "summary.json"
+    if loss is None and summary.exists():
+        loss = object_in(summary).get("eval_loss", {}).get(str(step))
     if loss is None:
-        try:
-            summary = json.loads(read_text(checkpoint.parent.parent / "summary.json"))
-            loss = float(summary["eval_loss"][str(step)])
-        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            return "not measured"
+        return "not measured"
     text = f"{loss:.4f}"
     for measured, share in facts["exact"]:
         if measured == step:
@@ -180,38 +180,12 @@ def heldout_of(checkpoint: Path, facts: dict) -> str:
     return text
 
 
-def card_text(value) -> str:
-    """Text of a file for a model card. The file may be a stranger's."""
-    text = " ".join(printable(str(value)).split())[:200]
-    return text.encode("utf-8", "replace").decode() or "–"
-
-
 def plain(value) -> str:
-    """As `one_line`, without Markdown: no code, link, table or entity of HTML."""
-    return re.sub("[\\\\<`*|&~\\[\\]]", lambda found: f"&#{ord(found[0])};", card_text(value))
-
-
-def code(value) -> str:
-    """As `one_line`, as code within a line."""
-    text = card_text(value).replace("`", "'").replace("<", "&lt;")
-    return f"`{text}`"
-
-
-def settings_of_card(checkpoint: Path) -> dict:
-    """A run's config.json. Raises UserError if it lacks what a card needs: it may come from
-    elsewhere, or from an earlier version."""
-    file = checkpoint.parent.parent / "config.json"
-    with blame(f"{file} is not the configuration of a run"):
-        settings = json.loads(read_text(file))
-        for key in ("model_name_or_path", "train_json"):
-            if not isinstance(settings[key], str):
-                raise TypeError(f"{key} is no text")
-        if "parallelism" not in settings:
-            raise KeyError("parallelism")
-        for key in ("parallelism", "adapter", *shown_in(settings)):
-            if isinstance(settings.get(key), dict | list):
-                raise TypeError(f"{key} is neither a text nor a number")
-    return settings
+    """A text for a model card in one line, without Markdown: no code, link, table or entity of
+    HTML. It may be a stranger's."""
+    text = " ".join(printable(str(value)).split())[:200]
+    text = text.encode("utf-8", "replace").decode() or "–"
+    return re.sub("[\\\\<`*|&~\\[\\]]", lambda found: f"&#{ord(found[0])};", text)
 
 
 def shown_in(settings: dict) -> list[str]:
@@ -226,18 +200,20 @@ def shown_in(settings: dict) -> list[str]:
 def card(checkpoint: Path, name: str, lora: dict | None = None) -> str:
     """A model card with the run's own facts. lora: those of adapters, if it is one of them. Raises
     UserError if the run's configuration is not of this version."""
-    facts, settings = checked_facts(checkpoint), settings_of_card(checkpoint)
-    base = Path(settings["model_name_or_path"]).name
-    data = [Path(part.strip()).name for part in settings["train_json"].split(",")]
-    parallelism = settings["parallelism"]
+    file = checkpoint.parent.parent / "config.json"
+    facts, settings = checked_facts(checkpoint), object_in(file)
+    with blame(f"{file} is not the configuration of a run"):
+        base = plain(Path(settings["model_name_or_path"]).name)
+        data = [plain(Path(part.strip()).name) for part in settings["train_json"].split(",")]
+        parallelism = settings["parallelism"]
     if settings.get("resumed_step"):  # only the last run's is recorded
         parallelism = f"last by {parallelism}"
-    began = code(base)
+    began = f"`{base}`"
     if settings.get("random_weights") is True:
         began = f"random weights (configuration of {began})"
     adapter = settings.get("adapter")
     if adapter:
-        began += f" with the adapter {code(Path(str(adapter)).name)}"
+        began += f" with the adapter `{plain(Path(adapter).name)}`"
     head, on_hub = "library_name: transformers", settings.get("base_model")
     if lora:
         head, path = "library_name: peft", lora["base"]["path"]
@@ -247,14 +223,14 @@ def card(checkpoint: Path, name: str, lora: dict | None = None) -> str:
     rows = [f"| {key} | {plain(settings.get(key))} |" for key in shown_in(settings)]
     return CARD.format(
         head=head,
-        title=f"{plain(base)} fine-tuned on {plain(', '.join(data))}",
+        title=f"{base} fine-tuned on {', '.join(data)}",
         name=json.dumps(name).replace("<", r"\u003c"),
         steps=facts["step"],
         tokens=facts["tokens"],
         learnt=facts["label_tokens"],
         parallelism=plain(parallelism),
         base=began,
-        data=", ".join(map(code, data)),
+        data=", ".join(f"`{name}`" for name in data),
         heldout=heldout_of(checkpoint, facts),
         table="\n".join(rows),
     )

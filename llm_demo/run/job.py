@@ -155,11 +155,6 @@ def run(job: Job, engine) -> None:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             engine.next_tokens(batch, torch.zeros(args.micro_batch_size, dtype=torch.int64))
         log.say("dry run: everything is ready for step 1")
-        from llm_demo.run.next_steps import without_dry_run
-
-        command = without_dry_run(job.world)
-        if command:
-            log.say(f"next step:\n  {'train:':<10}{command}")
         return
     train(job, engine)
     history = job.records.history

@@ -1,14 +1,11 @@
 """The commands that a run proposes at its end."""
 
 import os
-import re
-import sys
 from pathlib import Path
 
-from llm_demo.core.mesh import World
 from llm_demo.flags.args import Args, DataArgs, names_of
 from llm_demo.flags.parsing import flag_text
-from llm_demo.machine.text import module, resume, shown, users_folder
+from llm_demo.machine.text import module, resume, shown
 
 
 def export_of(out: Path, steps: int) -> Path:
@@ -17,21 +14,6 @@ def export_of(out: Path, steps: int) -> Path:
     if card.is_file() and f", {steps} optimizer steps, " not in card.read_text("utf-8"):
         return out.with_name(f"{out.name}_step_{steps}")
     return out
-
-
-def without_dry_run(world: World) -> str:
-    """This run's command without --dry_run. "" where the other nodes have commands of their own, or
-    paths in it are relative to another folder."""
-    if "NNODES" in os.environ or users_folder() != Path.cwd():
-        return ""
-    kept, before = [], ""
-    for word in sys.argv[1:]:
-        value = before in ("--dry_run", "--dry-run") and not word.startswith("--")
-        if not value and not re.match("--(dry[_-]run|local_rank)(=|$)", word):
-            kept.append(word)
-        before = word
-    count = f"NPROC_PER_NODE={world.local_size}"
-    return f"{count} {module('launch', shown(Path(sys.argv[0])), *kept)}"
 
 
 def next_steps(folder: Path, args: Args, steps: int, best: Path, system: str = "") -> list[str]:

@@ -61,7 +61,7 @@ class Saver:
         self.group = dist.new_group(backend="gloo", timeout=timeout())
         self.thread = self.problem = None
         self.published: dict | None = None  # the record of a checkpoint that is to be logged
-        self.staged, self.meshes, self.reserving = {}, {}, None
+        self.staged, self.reserving = {}, None
         self.stop = False  # a signal has asked the run to stop
         if args.save and world.local_size < world.size:
             self._require_shared_folder()
@@ -308,7 +308,7 @@ class Saver:
                 self.staged[name] = torch.empty_like(local, device="cpu")
             copies[name] = self.staged[name].copy_(local, non_blocking=True)
             if isinstance(t, DTensor):
-                mesh = self.meshes.get(t.device_mesh) or on_device(t.device_mesh, "cpu")
+                mesh = on_device(t.device_mesh, "cpu")
                 copies[name] = DTensor.from_local(
                     copies[name], mesh, t.placements, shape=t.shape, stride=t.stride()
                 )
