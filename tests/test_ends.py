@@ -505,15 +505,7 @@ def test_flags_that_cant_be_parsed_again_hide_no_error():
     assert "No space left on device: x" in dist.verdict(full, lambda: 1 / 0, None)[1]
 
 
-def test_too_few_open_files_are_one_line(tmp_path, record_property):
-    record_property("bad inputs", 3)
-    for words in ("-m llm_demo.launch", ""):
-        script = f"ulimit -n 24; exec '{sys.executable}' {words} '{ROOT}/fsdp/train_fsdp.py'"
-        done = run(["bash", "-c", script], cwd=tmp_path)
-        assert done.returncode == 2 and done.stderr == (
-            "error: ulimit -n allows 24 open files, too few for a run: raise it, as by ulimit -n "
-            "1024\n"
-        )
+def test_too_many_open_files_are_one_line():
     error = RuntimeError("[enforce fail at socket.cc:24] socket: Too many open files")
     line = "rank 0: Too many open files: raise the limit of ulimit -n"
     assert dist.verdict(error, None, None) == (1, line, False)

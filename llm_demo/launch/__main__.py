@@ -31,7 +31,6 @@ from llm_demo.machine.process import (
     minutes,
     number,
     quit_on,
-    refuse_few_files,
     refuse_other_clone,
     stop_signals,
     usable_cores,
@@ -151,7 +150,6 @@ def launch(asked: Command) -> int:
     if not Path(words[0]).is_file():
         raise UserError(f"no script {words[0]}")
     refuse_other_clone(words[0])
-    refuse_few_files()
     flags = check_flags(words)
     if flags:
         look(flags, first_node=os.environ.get("NODE_RANK", "0") == "0")

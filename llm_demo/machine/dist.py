@@ -43,7 +43,6 @@ def start() -> World:
     NCCL (RCCL on AMD) with GPUs, gloo without. LOCAL_RANK only picks the GPU. On one node, nothing
     listens on other interfaces than loopback. Raises UserError for an environment that describes no
     group, and for GPUs that PyTorch has no code for or that are of two kinds."""
-    process.refuse_few_files()
     env = os.environ
     size = process.number("WORLD_SIZE", 1, at_least=1)
     rank, local_rank = process.number("RANK", 0, at_most=size - 1), process.number("LOCAL_RANK", 0)
@@ -102,80 +101,71 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _patient_group():
-    """All ranks, for work that may take longer than DIST_TIMEOUT_MINUTES, up to a day."""
-    return dist.new_group(backend="gloo", timeout=timedelta(days=1))
-
-
-def _outcome(make: Callable) -> tuple:
-    """(what make() returns, None), or (None, what its UserError says)."""
+def on_all_ranks(act: Callable, world: World, group=None, caught: type = Exception) -> list:
+    """The results of act() on all ranks. An error on one rank, of the kind `caught`, is raised on
+    all, so that none waits for a dead one: a UserError as it is, others as OSError."""
+    result = error = None
     try:
-        with process.refuse_unusable_paths():
-            return make(), None
+        result = act()
     except UserError as e:
-        return None, str(e)
-
-
-def once_per_node(world: World, build: Callable):
-    """Run `build` on the first process of each node, then on the others (which find its files). It
-    may take longer than DIST_TIMEOUT_MINUTES.
-
-    A UserError on one process is raised on all of them, so that none waits for a dead one."""
-    if world.size == 1:
-        with process.refuse_unusable_paths():
-            return build()
-    result, group = None, _patient_group()
-    for turn in (world.local_rank == 0, world.local_rank != 0):
-        error, errors = None, [None] * world.size
-        if turn:
-            result, error = _outcome(build)
-        dist.all_gather_object(errors, error, group=group)
-        for said in errors:
-            if said:
-                raise UserError(said)
-    return result
+        error = e
+    except caught as e:
+        error = OSError(disk_full(e) or str(e).strip() or repr(e))
+    ranks = [(result, error)] * world.size
+    if world.size > 1:  # else perhaps without a process group
+        dist.all_gather_object(ranks, (result, error), group=group)
+    for _, error in ranks:
+        if error:
+            raise error
+    return [result for result, _ in ranks]
 
 
 def from_rank0(world: World, make: Callable, long: bool = False):
     """Return rank 0's `make()` on every rank. A UserError on rank 0 is raised on every rank.
 
     long: make() may take longer than DIST_TIMEOUT_MINUTES; the other ranks wait for up to a day."""
-    group = _patient_group() if long and world.size > 1 else None
-    box = [*_outcome(make)] if world.rank == 0 else [None, None]
-    if world.size > 1:  # else perhaps without a process group
-        dist.broadcast_object_list(box, group=group)
-    result, error = box
-    if error:
-        raise UserError(error)
+
+    def act():
+        with process.refuse_unusable_paths():
+            return make() if world.rank == 0 else None
+
+    group = _patient_group(world) if long else None
+    return on_all_ranks(act, world, group, caught=UserError)[0]
+
+
+def once_per_node(world: World, build: Callable):
+    """Run `build` on the first process of each node, then on the others (which find its files). It
+    may take longer than DIST_TIMEOUT_MINUTES. A UserError on one process is raised on all."""
+    result = None
+
+    def act():
+        nonlocal result
+        with process.refuse_unusable_paths():
+            result = build()
+
+    group = _patient_group(world)
+    for turn in (world.local_rank == 0, world.local_rank != 0):
+        on_all_ranks(act if turn else lambda: None, world, group, caught=UserError)
     return result
 
 
-def on_all_ranks(act, world: World, group=None) -> list:
-    """The results of act() on all ranks. An error on one rank raises OSError on all."""
-    mine = error = None
-    try:
-        mine = act()
-    except Exception as e:
-        error = disk_full(e) or str(e).strip() or repr(e)
-    ranks = [(mine, error)] * world.size
-    if world.size > 1:
-        dist.all_gather_object(ranks, (mine, error), group=group)
-    for _, said in ranks:
-        if said:
-            raise OSError(said)
-    return [result for result, _ in ranks]
+def _patient_group(world: World):
+    """All ranks, for work that may take longer than DIST_TIMEOUT_MINUTES, up to a day."""
+    if world.size == 1:
+        return None
+    return dist.new_group(backend="gloo", timeout=timedelta(days=1))
 
 
 def same_on_all_nodes(world: World, facts: dict) -> None:
     """Raise UserError on every rank if one of the facts differs between nodes."""
-    everyone = [None] * world.size
-    if world.size > world.local_size:
-        dist.all_gather_object(everyone, facts)
-    for rank, others in enumerate(everyone):
-        for name, value in (everyone[0] or {}).items():
-            if others.get(name) != value:
+    if world.size == world.local_size:
+        return
+    first, *others = on_all_ranks(lambda: facts, world)
+    for rank, other in enumerate(others, 1):
+        for name, value in first.items():
+            if other.get(name) != value:
                 raise UserError(
-                    f"{name} is {value} on rank 0, but {others.get(name)} on rank {rank}: start "
+                    f"{name} is {value} on rank 0, but {other.get(name)} on rank {rank}: start "
                     "all nodes with the same GPUs, versions, code, flags, data and model"
                 )
 
@@ -228,12 +218,6 @@ def run(
         os._exit(code)
 
 
-def parse_again(parse: Callable | None):
-    """The flags, None if they can't be had: it may be they that have raised the error."""
-    with contextlib.suppress(Exception):
-        return parse and parse()
-
-
 def verdict(
     error: BaseException, parse: Callable | None, advice: Callable | None
 ) -> tuple[int, str, bool]:
@@ -247,9 +231,9 @@ def verdict(
     full = isinstance(error, dist.DistBackendError) and "out of memory" in str(error)  # in NCCL
     if full or isinstance(error, torch.OutOfMemoryError):
         cause = str(error).splitlines()[-1] if full else str(error).split(". ")[0]
-        flags = parse_again(parse)
-        steps = advice(flags) if advice and flags else ""
-        hint = f"; what helps, in this order: {steps}" if steps else ""
+        hint = ""
+        with contextlib.suppress(Exception):  # also without flags: they may have raised the error
+            hint = f"; what helps, in this order: {advice(parse())}"
         return 1, f"rank {rank} is out of GPU memory ({cause}){hint}", False
     if timed_out(error):
         waited = f"rank {rank} waited {timeout() / timedelta(minutes=1):g} minutes for another rank"

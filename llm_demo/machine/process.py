@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 import re
-import resource
 import shutil
 import signal
 import sys
@@ -36,8 +35,6 @@ SCRIPTS = ("fsdp", "fsdp_pp", "pp", "zero")  # folders beside llm_demo/ in a clo
 
 INSTALL = "run it from a clone of the repository, where you have run pip install -e ."
 
-OPEN_FILES = 128  # a run of two processes works with 40
-
 YEAR = 365 * 24 * 60  # minutes; no wait may be longer
 
 
@@ -59,17 +56,6 @@ def minutes(name: str, default: float) -> float:
         if 0 < value <= YEAR:
             return value
     raise UserError(f"{name}={text[:80]}: must be a number of minutes, above 0, at most {YEAR}")
-
-
-def refuse_few_files() -> None:
-    """Raise UserError if this process may open too few files for a run, which would end in other
-    errors, or wait."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= limit < OPEN_FILES:
-        raise UserError(
-            f"ulimit -n allows {limit} open files, too few for a run: raise it, as by "
-            "ulimit -n 1024"
-        )
 
 
 def usable_cores() -> list[int]:

@@ -5,9 +5,7 @@ import os
 import shlex
 import shutil
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from tqdm import tqdm
@@ -16,8 +14,7 @@ from llm_demo.core.errors import UserError
 from llm_demo.machine.files import ROOT
 
 STOPPED = 75  # exit code of a run that was asked to stop and has saved (sysexits' EX_TEMPFAIL)
-DELAY = 2  # seconds of work before anything is shown
-EVERY = 10  # seconds between lines if stderr is not a terminal
+DELAY = 2  # seconds of work before a bar is shown
 
 
 def counted(n: int, one: str, many: str | None = None) -> str:
@@ -67,77 +64,22 @@ def differences(before: dict, now: dict, prefix: str = "") -> list[str]:
 def progress(
     iterable: Iterable | None = None, what: str = "", total: float | None = None, unit: str = "it"
 ) -> tqdm:
-    """Show the progress of `what` on stderr once it has taken DELAY seconds; rank 0 only.
+    """Show the progress of `what` on a terminal once it has taken DELAY seconds; rank 0 only.
 
     Iterate over it, or use it as a context manager and call update(n). total: default is the
     iterable's length. unit "B": bytes, shown as kB, MB, GB."""
     size = shutil.get_terminal_size()  # 80 x 24 if the terminal reports none; tqdm shows nothing
-    on_terminal = sys.stderr.isatty()
-    kind = tqdm if on_terminal else _Lines
-    return kind(
+    return tqdm(
         iterable,
         desc=what,
         total=total,
         unit=unit,
         unit_scale=unit == "B",
         delay=DELAY,
-        file=sys.stderr,
-        disable=os.environ.get("RANK", "0") != "0",
+        disable=os.environ.get("RANK", "0") != "0" or not sys.stderr.isatty(),
         ncols=size.columns,
         nrows=size.lines,
-        mininterval=0.1 if on_terminal else EVERY,
     )
-
-
-@contextlib.contextmanager
-def watched(what: str, total: float | None, measure: Callable[[], float]):
-    """Show the progress of a block that cannot report it: a thread calls `measure()`, the bytes
-    done, twice a second. A block that ends without an error counts as complete."""
-    over = threading.Event()
-
-    def watch():
-        while not over.wait(0.5):
-            bar.update(max(0, measure() - bar.n))
-
-    with progress(what=what, total=total, unit="B") as bar:
-        thread = threading.Thread(target=watch, daemon=True)
-        if not bar.disable:
-            thread.start()
-        done = None
-        try:
-            yield bar
-            done = total  # measure()'s subject may be gone by now, such as a renamed folder
-        finally:
-            over.set()
-            if not bar.disable:
-                thread.join()
-                bar.update(max(0, (measure() if done is None else done) - bar.n))
-
-
-def size_of(folder: Path) -> int:
-    """Bytes of the files in a folder that is being written; 0 if it does not exist."""
-    with contextlib.suppress(OSError):  # a file may be renamed meanwhile
-        return sum(file.stat().st_size for file in folder.iterdir())
-    return 0
-
-
-class _Lines(tqdm):
-    """tqdm for a log file: a line every EVERY seconds and one at the end, without control codes."""
-
-    said = None  # the amount on the last line
-
-    def display(self, msg=None, pos=None):
-        self.said, unit = self.n, self.unit if self.unit_scale else f" {self.unit}"
-        amounts = "{n_fmt} of {total_fmt}%s, {percentage:.0f}%%" if self.total else "{n_fmt}%s"
-        form = {"bar_format": "{desc}: " + amounts % unit + ", {elapsed}"}
-        print(self.format_meter(**self.format_dict | form), file=self.fp, flush=True)
-
-    def close(self):
-        if not self.disable:
-            if time.time() - self.start_t >= self.delay and self.said != self.n:
-                self.display()
-            self.last_print_t = self.start_t  # so that tqdm clears nothing
-        super().close()
 
 
 def resume(folder: Path, *flags) -> str:

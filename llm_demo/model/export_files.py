@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import DECAYS
 from llm_demo.machine.files import write_json
-from llm_demo.machine.text import blame, size_of, watched
+from llm_demo.machine.text import blame, progress
 from llm_demo.model.adapter_folder import BASE, BITS
 from llm_demo.model.adapters import factor_names, in_peft, merge_into, peft_targets
 from llm_demo.model.families import family_of
@@ -119,10 +119,9 @@ def write_weights(
     if fp8:
         of_files = laid_out(of_files)
     plan = in_shards(of_files, max_shard_size)
-    with watched("exporting", plan.metadata["total_size"], lambda: size_of(folder)):
-        for file, names in plan.filename_to_tensors.items():
-            kinds = {name: of_files[name].dtype for name in names}
-            save_finite(read_file(read, shapes, kinds), folder / file)
+    for file, names in progress(plan.filename_to_tensors.items(), "exporting", unit="files"):
+        kinds = {name: of_files[name].dtype for name in names}
+        save_finite(read_file(read, shapes, kinds), folder / file)
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         write_json(folder / "model.safetensors.index.json", index, indent=2)

@@ -24,7 +24,7 @@ from llm_demo.core.errors import UserError
 from llm_demo.core.experts import FUSED, fused
 from llm_demo.machine.files import hash_of
 from llm_demo.machine.process import regular
-from llm_demo.machine.text import blame, differences, watched
+from llm_demo.machine.text import blame, differences, progress
 from llm_demo.model import low_bits
 from llm_demo.model.families import OTHER_PARTS, TEXT_PREFIX
 from llm_demo.model.local_model import refuse_deepspeed
@@ -134,7 +134,7 @@ class Weights:
         self.ignored = [n for n in self.files if n.startswith(unused) or n.endswith(ROTARY)]
         for name in self.ignored:
             del self.files[name]
-        self.bytes_read = 0
+        self.bytes_read, self.bar = 0, None
         self.stored, self.kinds = {}, {}
         for file in sorted(set(self.files.values())):
             with _open(file) as opened:
@@ -238,6 +238,8 @@ class Weights:
                 with blame(file, OSError, SafetensorError):
                     values = opened(file).get_slice(self.names[name])[part]
                 self.bytes_read += values.nbytes
+                if self.bar is not None:
+                    self.bar.update(values.nbytes)
                 return values
 
             yield read
@@ -304,12 +306,14 @@ def weights_in(files: list[Path]) -> Weights:
     return Weights(files[0].parent, places)
 
 
+@contextlib.contextmanager
 def loading(weights: Weights | None, shares: int):
-    """A context manager that shows the progress of reading one of `shares` equal shares."""
+    """Show the progress of reading one of `shares` equal shares."""
     if weights is None:
-        return contextlib.nullcontext()
-    share = weights.bytes / shares
-    return watched("loading weights", share, lambda: min(weights.bytes_read, share))
+        yield
+        return
+    with progress(what="loading weights", total=weights.bytes / shares, unit="B") as weights.bar:
+        yield
 
 
 def fingerprint(config) -> str:
