@@ -110,7 +110,7 @@ def test_overlong(tmp_path, overlong, pieces):
     assert packs.documents.stats.cut.get("split", 0) == (overlong == "split")
     dropped = {"longer than seq_len": 1} if overlong == "drop" else {}
     assert skipped(packs) == dropped
-    cut = "1 document longer than 8 tokens was truncated: 11 tokens cut off, 11 of them learnt"
+    cut = "1 document of more than 8 tokens truncated: 11 tokens cut off, 11 of them learnt"
     assert any(cut in line for line in said) == (overlong == "truncate")
 
 
@@ -131,7 +131,7 @@ def test_one_of_a_thing_is_said_in_the_singular(tmp_path):
     said, path = [], write(tmp_path / "x.jsonl", ["a"])
     packs = load(path, seq_len=0, log=said.append)
     assert any("1 document, 2 tokens (1 learnt) in 1 row of 128" in line for line in said)
-    assert packs.documents.stats.seq_len_why.startswith("the only document has at most 2 tokens")
+    assert packs.documents.stats.seq_len_why.startswith("99% of 1 document have at most 2 tokens")
     args = SimpleNamespace(
         micro_batch_size=1, grad_accum_steps=1, max_steps=1, num_epochs=1.0, lr=0, warmup_steps=1,
         lr_scheduler="cosine", seed=1, pack_sequences=True,
@@ -157,7 +157,7 @@ def test_rows_with_nothing_to_learn_are_dropped_and_counted(tmp_path):
     assert skipped(packs) == {empty: 1, "nothing to learn within seq_len": 1}
     assert any(f"skipped 1 row: {empty} (first {path}:2)" in line for line in lines)
     write_rows(tmp_path / "x.jsonl", rows[1])
-    with pytest.raises(UserError, match=f"the only row was skipped: 1 x {empty}"):
+    with pytest.raises(UserError, match=f"all rows are skipped: 1 x {empty}"):
         load(path)
 
 
@@ -294,7 +294,7 @@ def test_collate(tmp_path):
     assert real[0, :6].all()
     slices = [real_tokens(batch, Slice(at, 4)).view(3, 4) for at in range(4)]
     assert np.concatenate(slices, 1).tolist() == real.tolist()
-    with pytest.raises(ValueError, match="max_docs"):
+    with pytest.raises(ValueError):
         collate(dataclasses.replace(packs, max_docs=1), [0])
 
 
@@ -429,10 +429,10 @@ def test_describe_example(tmp_path):
     text = "<S>user\nhi<E>\n<S>assistant\n⟦yé<E>⟧\n"
     assert describe_example(packs, make_tokenizer()) == text
 
-    text = TEXTS[12] * 60  # 900 letters, and the end
-    packs = load(write(tmp_path / "x.jsonl", [text]), seq_len=1024)
-    first, last = describe_example(packs, make_tokenizer()).split("\n[... 101 tokens ...]\n")
-    assert first == f"{text[0]}⟦{text[1:400]}⟧" and last == f"⟦{text[-399:]}<E>⟧"
+    text = TEXTS[12] * 300  # 4,500 letters
+    packs = load(write(tmp_path / "x.jsonl", [text]), seq_len=8192)
+    first, last = describe_example(packs, make_tokenizer()).split("\n[... 1,505 characters ...]\n")
+    assert first == f"{text[0]}⟦{text[1:1499]}" and last == f"{text[-1496:]}<E>⟧"
 
 
 def test_heldout_beside(tmp_path):

@@ -250,7 +250,7 @@ BAD = [
     ("fsdp", "--eval_json pipe", "no such data file: pipe"),
     ("fsdp", "--eval_json openai/gsm8k", "openai/gsm8k: name the split"),
     ("fsdp", "--data_format messages", "good.jsonl:1.*messages"),
-    ("fsdp", "--train_json good.jsonl*1e9", "good.jsonl.1e9: a weight must be a number above 0"),
+    ("fsdp", "--train_json good.jsonl*0", "good.jsonl.0: a weight must be a number above 0"),
     # numbers and choices
     (ALL, "--max_steps 100000000", "--max_steps 100000000: must be at most 99,999,999"),
     ("pp", "--device_memory_gb 30", "--device_memory_gb limits GPU memory"),

@@ -422,15 +422,6 @@ def test_a_template_that_can_not_ask_without_reasoning():
     assert set_variables(make_tokenizer(), None, learn_reasoning=False) == []
 
 
-def test_the_variable_that_keeps_reasoning_is_named():
-    rows = chat("hi", "<think>\nr\n</think>\n\nyo", "b", "c")
-    ((_, found),) = encode(Codec(make_tokenizer(PRESERVES)), [rows])
-    (reason,) = (+found).keys()
-    assert """--chat_template_kwargs '{"preserve_thinking": true}' keeps it""" in reason
-    ((_, found),) = encode(Codec(make_tokenizer(QWEN35)), [rows])
-    assert +found == {reasons.NO_REASONING: 1}
-
-
 FAMILIES = ("llama3", "qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_5_think", "gemma3", "phi3",
             "phi3_5", "deepseekv3", "glm4moe")  # fmt: skip
 SPECIALS = re.compile(r"<\|\w+\|>|<｜[^｜]+｜>|<(?:start|end)_of_turn>|\[gMASK\]|<sop>")

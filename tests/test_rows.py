@@ -295,11 +295,14 @@ def test_csv_cells_are_text(tmp_path):
     packs = load(str(tmp_path / "x.csv"), pack=False)
     assert first(packs, 0) == golden(YO.replace("hi", "None").replace("yo", "007"))
     for content, message in (
-        ("a,b\n1,2,3\n", "x.csv, row 1: 3 cells, but the header has 2 columns: quote cells"),
-        ("prompt,completion,\nq\n", "x.csv, row 1: 1 cell, but the header has 3 columns"),
+        (
+            "a,b\n1,2,3\n",
+            "x.csv, row 1: the header has 2 columns, the row has 3 cells; quote cells",
+        ),
+        ("prompt,completion,\nq\n", "x.csv, row 1: the header has 3 columns, the row has 1 cell"),
         ("a;b\n1;2\n", "x.csv, row 1: unknown row format, keys: a;b; accepted"),
         ("a,a\n1,2\n", "two columns are named 'a'"),
-        ('a,b\n1,"2\n', "x.csv: damaged or truncated behind row 0: unexpected end of data"),
+        ('a,b\n1,"2\n', "x.csv: can't be read behind row 0: unexpected end of data"),
         ("a,b\n", "is empty"),
     ):
         (tmp_path / "x.csv").write_text(content)
@@ -382,7 +385,7 @@ def test_what_save_to_disk_writes(tmp_path):
     (tmp_path / "splits/train").rename(tmp_path / "splits/dev")
     not_loaded(str(tmp_path / "splits"), "splits/train is a folder without training data")
     (tmp_path / "one/data-00001-of-00002.arrow").write_bytes(b"\xff\xff\xff\xff1234")
-    damaged = "data-00001-of-00002.arrow: damaged or truncated behind row 0"
+    damaged = "data-00001-of-00002.arrow: can't be read behind row 0"
     not_loaded(str(tmp_path / "one"), damaged)
 
 
@@ -420,13 +423,13 @@ def test_arrays_and_compressed_files(tmp_path):
     bad = {
         "y.json": (b'[{"prompt": 1},\n {"b": }]', "y.json:2: broken JSON: .* at column 8"),
         "z.json": (b'[{"a": 1},\n {"a": 2, "a": 3}]', "z.json: broken JSON: .*'a' twice: 2 and 3"),
-        "x.jsonl.gz": (files["d.jsonl.gz"][:-9], "x.jsonl.gz: damaged or truncated behind row"),
-        "y.jsonl.gz": (b"no gzip", "y.jsonl.gz: damaged or truncated behind row 0"),
-        "x.jsonl.zst": (files["e.jsonl.zst"][:-9], "x.jsonl.zst: damaged or truncated behind row"),
-        "y.parquet": (b"PAR1 no table \xff\xfe" * 5, "y.parquet: damaged or truncated behind"),
-        "z.parquet": (b"", "z.parquet: damaged or truncated behind row 0"),
+        "x.jsonl.gz": (files["d.jsonl.gz"][:-9], "x.jsonl.gz: can't be read behind row"),
+        "y.jsonl.gz": (b"no gzip", "y.jsonl.gz: can't be read behind row 0"),
+        "x.jsonl.zst": (files["e.jsonl.zst"][:-9], "x.jsonl.zst: can't be read behind row"),
+        "y.parquet": (b"PAR1 no table \xff\xfe" * 5, "y.parquet: can't be read behind"),
+        "z.parquet": (b"", "z.parquet: can't be read behind row 0"),
         "z.csv": (b"", "z.csv is empty"),
-        "y.jsonl.zst": (b"no zstd at all", "y.jsonl.zst: damaged or truncated behind row 0"),
+        "y.jsonl.zst": (b"no zstd at all", "y.jsonl.zst: can't be read behind row 0"),
     }
     for name, (content, message) in bad.items():
         (tmp_path / name).write_bytes(content)

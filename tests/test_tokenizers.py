@@ -21,7 +21,6 @@ from transformers import AutoConfig, AutoTokenizer
 
 from llm_demo.model.model_folder import describe, describe_model
 from llm_demo.model.source import load_tokenizer, with_date
-from llm_demo.run.plan import date_of
 
 TEXT = "In 2024 there were 14161 cats;  it's\n\n <e>hello <e> 650841823 <b>"
 CORPUS = [f"in {n} there were {n * n} cats, it's hello" for n in range(900, 2100)]
@@ -163,4 +162,3 @@ def test_a_run_that_is_resumed_keeps_its_date(train, tmp_path, monkeypatch):  # 
         assert json.loads((tmp_path / run / "config.json").read_text())["date"] == day
         log = (tmp_path / run / "train.log").read_text()
         assert f"It is {day}" in log and f"date: {day}, " in log
-    assert date_of({"date": 5}) == date_of({}) == "2031-01-02"

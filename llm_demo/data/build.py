@@ -29,7 +29,7 @@ ROWS_AT_A_TIME = 1000  # rows tokenised in one call
 # default seq_len: fits SHARE of the documents, a multiple of STEP, at most LONGEST_DEFAULT
 SHARE, STEP, LONGEST_DEFAULT = 0.99, 128, 4096
 FLAT = {"tokens.int32": np.int32, "learnt.bool": bool}  # the flat files
-REASONS, OTHER_REASONS = 50, "bad row: for other reasons"  # how many are counted apart
+MOST_LINES = 50  # on rows that are skipped for different reasons
 
 
 @dataclass
@@ -84,11 +84,6 @@ class Stats:
         }
         return cls(**{**facts, **left_out, "files": files})
 
-    def count_bad(self, reason: str, file: int, row: int) -> None:
-        """Count a row that can't be read. Only the first reasons are counted apart."""
-        known = reason in self.skipped or len(self.skipped) < REASONS
-        _count_left_out(self.skipped, reason if known else OTHER_REASONS, file, row)
-
     def count_turns(self, reasons: Counter, file: int, row: int) -> None:
         """Count a row's turns that are not learnt, and remarks. reasons: as of labels.encode."""
         for reason, turns in (+reasons).items():
@@ -141,19 +136,15 @@ class Stats:
             lines.append(f"data: {n.counts} {are} not learnt: {reason} ({self.first(n)})")
         for remark, n in self.remarks.items():
             lines.append(f"data: {n.counts}: {remark} ({self.first(n)})")
-        for reason, n in self.skipped.items():
+        for reason, n in itertools.islice(self.skipped.items(), MOST_LINES):
             lines.append(f"data: skipped {counted(n.rows, 'row')}: {reason} ({self.first(n)})")
         return lines
 
     def _line_on_cut(self, seq_len: int) -> str:
         what = "truncated" if "truncate" in self.cut else "split"
-        n = self.cut.get("truncate") or self.cut["split"]
-        were = "was" if n == 1 else "were"
-        lost = ""
-        if self.cut["tokens"]:
-            tokens = counted(self.cut["tokens"], "token")
-            lost = f": {tokens} cut off, {self.cut['learnt']:,} of them learnt"
-        return f"data: {counted(n, 'document')} longer than {seq_len:,} tokens {were} {what}{lost}"
+        n = counted(self.cut.get("truncate") or self.cut["split"], "document")
+        lost = f"{self.cut['tokens']:,} tokens cut off, {self.cut['learnt']:,} of them learnt"
+        return f"data: {n} of more than {seq_len:,} tokens {what}: {lost}"
 
 
 def write_documents(folder: str, files: list[str], codec: Codec, flags, limit: int) -> None:
@@ -170,11 +161,9 @@ def write_documents(folder: str, files: list[str], codec: Codec, flags, limit: i
         pieces = _in_pieces(_open_flat(folder), documents, seq_len, flags.overlong, stats)
         documents = _to_flat(folder, pieces)
     if not documents.size:
-        n = sum(file.rows for file in stats.files)
-        rows = "the only row was" if n == 1 else f"all {n:,} rows were"
-        reasons = stats.skipped.items()
+        reasons = itertools.islice(stats.skipped.items(), MOST_LINES)
         why = "; ".join(f"{s.rows:,} x {reason} ({stats.first(s)})" for reason, s in reasons)
-        raise UserError(f"{', '.join(files)}: {rows} skipped: {why}")
+        raise UserError(f"{', '.join(files)}: all rows are skipped: {why}")
     np.save(f"{folder}/documents.npy", documents)
     tokenizer = codec.tokenizer
     pads = [i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None]
@@ -222,9 +211,7 @@ def choose_seq_len(lengths: np.ndarray, limit: int) -> tuple[int, str]:
     at most `limit`."""
     holds = int(np.quantile(lengths, SHARE, method="inverted_cdf"))
     seq_len = -(-holds // STEP) * STEP
-    n = len(lengths)
-    have = "the only document has" if n == 1 else f"{SHARE:.0%} of {n:,} documents have"
-    why = f"{have} at most {holds:,} tokens"
+    why = f"{SHARE:.0%} of {counted(len(lengths), 'document')} have at most {holds:,} tokens"
     if seq_len <= limit:
         return seq_len, f"{why}, rounded up to a multiple of {STEP}"
     by = "by default" if limit == LONGEST_DEFAULT else "by the model"
@@ -263,7 +250,7 @@ def _tokenise(
                 good = []
                 for n, row, record in chunk:
                     if isinstance(record, Bad):
-                        stats.count_bad(record, number, n)
+                        _count_left_out(stats.skipped, record, number, n)
                     else:
                         good.append((n, row, record))
                 encoded = encode(codec, [record for _, _, record in good])
@@ -301,8 +288,7 @@ def _count_keys(file: File, row: dict, row_format: RowFormat, template: str) -> 
 def _listed(rows: dict[str, int]) -> str:
     """Keys and how many rows have each; of many, the first twelve."""
     keys = [f"{key or '(no name)'} ({counted(n, 'row')})" for key, n in rows.items()]
-    more = f" and {len(keys) - 12:,} more" if len(keys) > 12 else ""
-    return ", ".join(keys[:12]) + more
+    return ", ".join(keys[:12]) + (" …" if len(keys) > 12 else "")
 
 
 def _in_pieces(

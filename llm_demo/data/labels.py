@@ -21,7 +21,6 @@ from tokenizers import Tokenizer
 from llm_demo.core.errors import UserError
 from llm_demo.data.turns import (
     EMPTY_TURN,
-    NO_REASONING,
     NO_VARIABLE,
     REFUSALS,
     REFUSED,
@@ -94,7 +93,6 @@ class Codec:
         words = asked.removeprefix(told) or asked.rpartition(STAND_IN)[2]
         self.asks = THINK_PROMPT.sub("", words)
         self.own = _any_of(set(self.specials.findall(told + asked + self.behind)))
-        self.drops_reasoning = ""  # see why_no_reasoning
 
     def closing(self, messages: list[dict]) -> str:
         """What ends a conversation whose template does not end its last answer."""
@@ -107,24 +105,6 @@ class Codec:
         """These messages as the chat template writes them: text, or tokens. None if it refuses."""
         variables = record.chat_template_kwargs
         return _try_render(self.tokenizer, messages, tools=record.tools, **variables, **options)
-
-    def why_no_reasoning(self, record: Record, text: str, reasoning: str) -> str:
-        """Why a turn's reasoning is missing in the text of a record. Names the template's variable
-        that keeps it, if there is one; looked up for the first such turn."""
-        if not self.drops_reasoning:
-            self.drops_reasoning = NO_REASONING
-            for variables in thinking_variables(self.template):
-                changed = record.chat_template_kwargs | variables
-                kept = self.try_render(
-                    record.messages, record._replace(chat_template_kwargs=changed)
-                )
-                if kept and kept.count(reasoning) > text.count(reasoning):
-                    self.drops_reasoning = (
-                        "the chat template drops the turn's reasoning; --chat_template_kwargs "
-                        f"'{json.dumps(variables)}' keeps it"
-                    )
-                    break
-        return self.drops_reasoning
 
 
 def template_of(tokenizer) -> str:

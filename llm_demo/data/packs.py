@@ -14,7 +14,7 @@ from llm_demo.core.errors import UserError
 from llm_demo.core.rows import IGNORE_INDEX, Documents, Rows
 from llm_demo.data.build import LONGEST_DEFAULT, read_documents, write_documents
 from llm_demo.data.labels import Codec
-from llm_demo.data.sources import content_of, find_files, place_of, suffix_of
+from llm_demo.data.sources import content_of, find_files, suffix_of
 from llm_demo.flags.args import names_of
 from llm_demo.machine.cache import build
 from llm_demo.machine.files import cache_folder
@@ -24,7 +24,8 @@ PACK_VERSION = (
     11  # of a pack; increase it when the same files are read, labelled or stored differently
 )
 SPLIT_SEED = 0  # not --seed, so that runs with other seeds have the same held-out documents
-SHOWN = 400  # tokens from each end of a long example
+SHOWN = 1500  # characters from each end of a long example
+CONTENT_OF = "content of data file"  # in an identity, with its number
 DEFAULTS = {"learn_turns": "all", "learn_reasoning": True, "skip_bad_rows": False}
 MOST_DOCUMENTS = 200_000_000  # of all passes of a mixture: a few GB of numbers
 
@@ -82,7 +83,7 @@ def _identify(files: list[str], codec: Codec, flags, limit: int) -> tuple[str, d
     ids = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, codec.bos]
     specials = json.dumps([tokenizer.special_tokens_map, ids], default=str)
     contents = [content_of(file) for file in files]
-    identity = {f"content of data file {n}": text[:16] for n, text in enumerate(contents, 1)}
+    identity = {f"{CONTENT_OF} {n}": text[:16] for n, text in enumerate(contents, 1)}
     identity["tokenizer"] = _hash(codec.backend.to_str() + specials)[:16]
     identity["chat template"] = _hash(str(tokenizer.chat_template))[:16]
     for name in names_of("rows"):
@@ -259,17 +260,14 @@ def describe_example(data: Rows, tokenizer, row: int = 0) -> str:
     ids, labels, lengths = data.row(row)
     n = lengths[0]
     is_label = np.append(False, labels[: n - 1] != IGNORE_INDEX)
-    parts = [range(n)]
-    if n > 2 * SHOWN:
-        parts = [range(SHOWN), range(n - SHOWN, n)]
-    texts = []
-    for part in parts:
-        text = ""
-        for learnt, span in itertools.groupby(part, is_label.__getitem__):
-            piece = tokenizer.decode(ids[list(span)].tolist(), clean_up_tokenization_spaces=False)
-            text += f"⟦{piece}⟧" if learnt else piece
-        texts.append(text)
-    return f"\n[... {n - 2 * SHOWN:,} tokens ...]\n".join(texts)
+    text = ""
+    for learnt, span in itertools.groupby(range(n), is_label.__getitem__):
+        piece = tokenizer.decode(ids[list(span)].tolist(), clean_up_tokenization_spaces=False)
+        text += f"⟦{piece}⟧" if learnt else piece
+    if len(text) > 2 * SHOWN:
+        middle = f"\n[... {len(text) - 2 * SHOWN:,} characters ...]\n"
+        text = text[:SHOWN] + middle + text[-SHOWN:]
+    return text
 
 
 def shares_of_files(train: Rows, weights: list[float]) -> list[str]:
@@ -306,13 +304,9 @@ def prompts_of(data: Rows, count: int, most: int) -> list[tuple[list[int], list[
 def refuse_unknown_tokens(data: list[Rows], vocab_size: int) -> None:
     """Raise UserError if data given as token ids has one outside the model's vocabulary."""
     for documents in (rows.documents for rows in data):
-        files = documents.stats.files
-        if not any(file.format == "tokens" for file in files):
-            continue
-        place = int(documents.tokens.argmax())
-        largest = int(documents.tokens[place])
-        if largest >= vocab_size:
-            number = np.searchsorted(documents.starts, place, "right") - 1
-            path = files[documents.file_numbers[number]].path
-            where = f"{path}{place_of(path)}{documents.row_numbers[number]}"
-            raise UserError(f"{where}: token {largest}, but the model knows {vocab_size} only")
+        files = [file.path for file in documents.stats.files if file.format == "tokens"]
+        largest = int(documents.tokens.max())
+        if files and largest >= vocab_size:
+            raise UserError(
+                f"{', '.join(files)}: token {largest}, but the model knows {vocab_size} only"
+            )

@@ -6,8 +6,9 @@ from llm_demo.data.turns import REFUSALS, THINK_PROMPT
 
 QUESTION = {"role": "user", "content": "QUESTION"}
 BEFORE = (  # messages before a question
-    [{"role": "system", "content": "INSTRUCTION"}],
-    [{"role": "user", "content": "EARLIER"}, {"role": "assistant", "content": "ANSWER"}],
+    [],
+    [{"role": "system", "content": "EARLIER"}],
+    [{"role": "user", "content": "?"}, {"role": "assistant", "content": "EARLIER"}],
 )
 
 
@@ -15,20 +16,14 @@ def question_reader(tokenizer) -> Callable[[list[int]], str]:
     """A function from a prompt's token ids to its last question; to all of its text, without
     special tokens, where the words that the chat template writes around a question are not found.
     """
-    first, behind = _around(tokenizer, [])
-    behind = THINK_PROMPT.sub("", behind).rstrip()
+    around = [_around(tokenizer, messages) for messages in BEFORE]
     # what stands between a question and the message before it
-    between = []
-    for messages in BEFORE:
-        text, (head, _) = messages[-1]["content"], _around(tokenizer, messages)
-        between.append(head.rpartition(text)[2] if text in head else "")
+    heads = [before.rpartition("EARLIER")[2] for before, _ in around]
+    behind = THINK_PROMPT.sub("", around[0][1]).rstrip()
 
     def read(ids: list[int]) -> str:
         text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-        starts = [len(first)] if text.startswith(first) else []
-        for words in between:
-            if words.strip() and words in text:
-                starts.append(text.rindex(words) + len(words))
+        starts = [text.rindex(head) + len(head) for head in heads if head.strip() and head in text]
         end = text.find(behind, max(starts)) if starts and behind else -1
         if end < 0:
             return tokenizer.decode(ids, skip_special_tokens=True)
@@ -40,15 +35,12 @@ def question_reader(tokenizer) -> Callable[[list[int]], str]:
 def _around(tokenizer, messages: list[dict]) -> tuple[str, str]:
     """What stands before and behind a question that follows these messages, up to the answer. Empty
     if the tokenizer has no chat template, or it refuses these messages."""
-    if not tokenizer.chat_template:
-        return "", ""
     try:
-        text = tokenizer.apply_chat_template(
-            [*messages, QUESTION], tokenize=False, add_generation_prompt=True
+        ids = tokenizer.apply_chat_template(
+            [*messages, QUESTION], add_generation_prompt=True, return_dict=False
         )
     except REFUSALS:
         return "", ""
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)  # as a prompt is decoded
     before, _, behind = text.rpartition(QUESTION["content"])
     return before, behind

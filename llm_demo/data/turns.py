@@ -17,7 +17,8 @@ from tokenizers import Encoding
 REFUSED = "the chat template refuses the conversation"
 REWRITTEN = "the chat template does not keep the assistant text as given"
 NO_REASONING = (
-    "the chat template drops the turn's reasoning; set one that keeps it with --chat_template"
+    "the chat template drops the turn's reasoning; keep it by a variable of the template "
+    "(--chat_template_kwargs) or by another template (--chat_template)"
 )
 NO_PROMPT = "there is no prompt before the assistant turn"
 EMPTY_TURN = "the assistant turn is empty"
@@ -209,7 +210,7 @@ def _characters(
     end = codec.ends.search(text, begin)
     body = text[begin : end.start()] if end else ""
     if reasoning and answer in body and "</think>" not in body:
-        raise NotLearnt(codec.why_no_reasoning(record, text, reasoning))
+        raise NotLearnt(NO_REASONING)
     raise NotLearnt(REWRITTEN)
 
 

@@ -3,7 +3,6 @@
 Every script makes the same decisions from the same flags. A decision is (value, lines): what was
 decided, and what the log says of it. `make_plan` makes them and prints their lines."""
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -24,6 +23,7 @@ from llm_demo.core.mesh import World
 from llm_demo.core.rows import Documents, Rows, order_rows
 from llm_demo.data.build import LONGEST_DEFAULT
 from llm_demo.data.packs import (
+    CONTENT_OF,
     describe_example,
     load_rows,
     mix,
@@ -124,7 +124,7 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
     horizon, train = log.decided(
         choose_horizon(args, data_parallel, train, sources.weights, usual, earlier)
     )
-    rows_of = log.decided(choose_order(args, horizon, train))
+    rows_of = choose_order(args, horizon, train)
     data = with_max_docs(train, heldout)
     sample_tokens = log.decided(decide_answers(args.sample_tokens, model.source.config, data))
     config = without_window(model.source.config, data.longest)
@@ -196,7 +196,8 @@ def read_model(
     seq_len, lines = decide_seq_len(args.seq_len, earlier)
     source, more = find_source(args, world, seq_len)
     lines += more
-    day = from_rank0(world, lambda: date_of(earlier))
+    # the day that the run began
+    day = from_rank0(world, lambda: earlier.get("date") or str(date.today()))
     tokenizer = with_date(source.tokenizer, day)
     if tokenizer is source.tokenizer:
         day = None
@@ -220,13 +221,6 @@ def decide_seq_len(asked: int, earlier: dict) -> tuple[int, list[str]]:
     if asked or not earlier:
         return asked, []
     return earlier["seq_len"], [f"seq_len: {earlier['seq_len']} (from the resumed run)"]
-
-
-def date_of(earlier: dict) -> str:
-    """The day that a run began, YYYY-MM-DD: today if it is not resumed."""
-    with contextlib.suppress(KeyError, TypeError, ValueError):
-        return str(date.fromisoformat(earlier["date"]))
-    return str(date.today())
 
 
 def refuse_other_model(checkpoint: Path, config, lora: tuple | None) -> None:
@@ -290,21 +284,13 @@ def read_data(
 
 def warn_of_learnt(train: Documents, heldout: Documents) -> list[str]:
     """A line for each held-out file that is also in the training data."""
-    learnt = contents(train).values()
+    learnt = {text for name, text in train.identity.items() if name.startswith(CONTENT_OF)}
     return [
-        f"warning: {path} is held out and also in the training data: its held-out loss and exact "
-        "answers are those of rows that are learnt"
-        for path, content in sorted(contents(heldout).items())
-        if content in learnt
+        f"warning: {file.path} is held out and also in the training data: its held-out loss and "
+        "exact answers are those of rows that are learnt"
+        for n, file in enumerate(heldout.stats.files, 1)
+        if heldout.identity[f"{CONTENT_OF} {n}"] in learnt
     ]
-
-
-def contents(documents: Documents) -> dict[str, str]:
-    """The hash of each data file, by its path."""
-    return {
-        file.path: documents.identity[f"content of data file {n}"]
-        for n, file in enumerate(documents.stats.files, 1)
-    }
 
 
 def with_max_docs(train: Rows, heldout: Rows | None) -> Data:
@@ -385,8 +371,10 @@ def choose_horizon(
         max_steps = math.ceil(n_total / global_batch)
     if max_steps > MAX_STEPS:
         raise UserError(f"--num_epochs {epochs:g} takes {max_steps:,} steps: at most {MAX_STEPS:,}")
-    if is_open and max_steps < FEW_STEPS:
-        lines += smaller_steps(args, data_parallel, n_total, max_steps)
+    if is_open and max_steps < FEW_STEPS and global_batch > data_parallel:
+        lines.append(
+            f"steps: only {max_steps}; a smaller MICRO_BATCH_SIZE or GRAD_ACCUM_STEPS makes more"
+        )
     lr = args.lr or usual.lr
     warmup = args.warmup_steps
     if warmup is None:
@@ -409,46 +397,25 @@ def choose_horizon(
     return (horizon, train), lines
 
 
-def smaller_steps(args: Args, data_parallel: int, n_total: int, max_steps: int) -> list[str]:
-    """A line with a micro-batch size and accumulation that give about FEW_STEPS steps or more."""
-    rows = n_total // (FEW_STEPS * data_parallel)
-    if args.stages > 1:  # a pipeline needs many micro-batches
-        micro, accum = 1, args.grad_accum_steps
-    else:
-        micro = min(args.micro_batch_size, max(1, rows))
-        accum = max(1, rows // micro)
-    steps = math.ceil(n_total / (micro * accum * data_parallel))
-    if steps <= max_steps:
-        return []
-    sizes = f"MICRO_BATCH_SIZE={micro} GRAD_ACCUM_STEPS={accum}"
-    return [f"steps: only {max_steps}; {sizes} makes them {steps}"]
-
-
-def choose_order(args: Args, horizon: Horizon, train: Rows) -> tuple[Callable, list[str]]:
-    """(step -> its rows, lines). Raises UserError for a --length_warmup with steps that this run
-    lacks or fills up with padding: the sorted rows would be others once the run is extended."""
-    first, lines = args.length_warmup, []
+def choose_order(args: Args, horizon: Horizon, train: Rows) -> Callable:
+    """step -> its rows. Raises UserError for a --length_warmup with steps that this run lacks or
+    fills up with padding: the sorted rows would be others once the run is extended."""
     rows = horizon.n_total or horizon.max_steps * horizon.global_batch
-    full = min(horizon.max_steps, rows // horizon.global_batch)
-    if first > full:
+    batch = horizon.global_batch
+    full = min(horizon.max_steps, rows // batch)
+    if args.length_warmup > full:
         raise UserError(
-            f"--length_warmup {first} is longer than the run's {counted(full, 'step')} of "
-            f"{counted(horizon.global_batch, 'row')}: give at most {full}"
+            f"--length_warmup {args.length_warmup} is longer than the run's "
+            f"{counted(full, 'step')} of {counted(batch, 'row')}: give at most {full}"
         )
-    if not args.shuffle:
-        packed = "" if train.single else " by the first document of each (they are packed)"
-        lines.append(f"rows: in file order{packed}, the same in every epoch (--no_shuffle)")
-    if first:
-        lines.append(f"rows: those of the first {first} steps in order of their longest document")
-    rows_of = order_rows(
+    return order_rows(
         train,
         args.seed,
-        horizon.global_batch,
+        batch,
         horizon.n_total,
         shuffle=args.shuffle,
-        length_warmup=first,
+        length_warmup=args.length_warmup,
     )
-    return rows_of, lines
 
 
 # ---------------------------------------------------------------- answers
