@@ -290,7 +290,7 @@ def test_without_the_library(monkeypatch):
     library.cache_clear()
     monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(UserError, match="pip install bitsandbytes"):
+    with pytest.raises(UserError, match="pip install -U bitsandbytes"):
         need_library()
     monkeypatch.undo()
     library.cache_clear()
@@ -300,9 +300,9 @@ def test_without_the_library(monkeypatch):
 @pytest.mark.parametrize(
     "code, said",
     [
-        ("raise OSError('libcudart.so.12: no such\\nfile')", "work .*libcudart.so.12: no such"),
-        ("import bitsandbytes.absent", "does not work .*bitsandbytes.absent"),
-        ("", "does not work .*quantize_4bit"),
+        ("raise OSError('libcudart.so.12: no such\\nfile')", "libcudart.so.12: no such"),
+        ("import bitsandbytes.absent", "bitsandbytes.absent"),
+        ("", "quantize_4bit"),
     ],
 )
 def test_a_library_that_does_not_work(code, said, tmp_path, monkeypatch):
@@ -333,7 +333,7 @@ def test_one_process_without_the_library(work, tmp_path):
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     said = run([sys.executable, *launch, tmp_path / "worker.py", *argv]).stderr
     errors = [line for line in said.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and "need bitsandbytes, which is not installed" in errors[0], said
+    assert len(errors) == 1 and "need bitsandbytes, which does not work" in errors[0], said
     assert "four_bits.py" not in said  # in a traceback
 
 

@@ -56,7 +56,7 @@ def good(tmp_path_factory):
     checkpoint_files.write(part, tensors | saver.rng_state(WORLD), FACTS, WORLD)
     checkpoint_files.publish(part, folder / "checkpoints/step_00000007")
     config.save_pretrained(folder / "source")
-    describe_model(folder / "source", AutoTokenizer.from_pretrained(TINY), folder / "model")
+    describe_model(folder / "source", AutoTokenizer.from_pretrained(TINY), folder / "model", config)
     settings = {"model_name_or_path": "a/base", "train_json": "x.jsonl", "parallelism": "FSDP2"}
     (folder / "config.json").write_text(json.dumps(settings))
     return folder

@@ -82,7 +82,7 @@ def test_the_ids_are_those_of_the_file(family, name, make, tmp_path):
     assert tokenizer(TEXT).input_ids == expected
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<b>", "<e>")
     assert len(tokenizer) == own.get_vocab_size()
-    describe_model(folder, tokenizer, tmp_path / "run")
+    describe_model(folder, tokenizer, tmp_path / "run", config)
     again = load_tokenizer(str(tmp_path / "run"))
     notes = describe(tmp_path / "run", tmp_path / "out", again, config)
     assert again(TEXT).input_ids == expected
@@ -117,7 +117,7 @@ def test_a_template_prints_the_date_of_the_run(text, tmp_path):
     assert f"{DAY.strftime(text)}!" in after
     if "%H" not in text and today == datetime.date.today():
         assert after.replace(DAY.strftime(text), today.strftime(text)) == before
-    describe_model(tmp_path, dated, tmp_path / "run")
+    describe_model(tmp_path, dated, tmp_path / "run", AutoConfig.for_model("llama"))
     assert load_tokenizer(str(tmp_path / "run")).chat_template == template
 
 

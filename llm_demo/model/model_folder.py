@@ -123,25 +123,13 @@ def open_model(
     return config, weights
 
 
-def describe_model(model: Path, tokenizer, folder: Path, config=None) -> None:
+def describe_model(model: Path, tokenizer, folder: Path, config) -> None:
     """Save what an export needs besides weights with the run: the model's folder may disappear.
-    config: the model's, with more positions if rows are longer, and untied if its head is."""
+    config: of what is trained, with more positions if rows are longer, untied if its head is."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("config.json", "generation_config.json"):
-        if (model / name).is_file():
-            shutil.copyfile(model / name, folder / name)
-    if config:
-        copied = json.loads((folder / "config.json").read_text("utf-8"))
-        same = config.model_type == copied["model_type"]  # else a part of it is trained
-        changed = dict(copied) if same else config.to_dict()
-        positions = "max_position_embeddings"
-        longest = max(changed.get(positions, 0), getattr(config, positions, 0))
-        if longest:
-            changed[positions] = longest
-        changed.pop("quantization_config", None)  # of the files, not of what is trained
-        changed["tie_word_embeddings"] = config.tie_word_embeddings
-        if changed != copied:
-            write_json(folder / "config.json", changed, indent=2)
+    config.save_pretrained(folder)
+    if (model / "generation_config.json").is_file():
+        shutil.copyfile(model / "generation_config.json", folder / "generation_config.json")
     template = getattr(tokenizer, "undated_template", None)
     if template:
         tokenizer = copy.copy(tokenizer)

@@ -41,12 +41,9 @@ def need_library() -> None:
             getattr(library(), name)
         version("bitsandbytes")
     except Exception as e:  # its own libraries', too
-        gone = isinstance(e, ImportError) and e.name in ("bitsandbytes", "bitsandbytes.functional")
-        problem = "is not installed" if gone else f"does not work ({repr(e)[:200]})"
-        upgrade = "" if gone else "-U "
         raise UserError(
-            f"weights in 4 bits need bitsandbytes, which {problem} on {platform.node()}: "
-            f"pip install {upgrade}bitsandbytes"
+            f"weights in 4 bits need bitsandbytes, which does not work on {platform.node()} "
+            f"({repr(e)[:200]}): pip install -U bitsandbytes"
         ) from e
 
 
