@@ -50,6 +50,7 @@ class FsdpArgs:
         tags="adapter_card",
         off=0,
         at_most=MAX_COUNT,
+        saves_memory="16, to train adapters only",
     )
     adapter: str | None = flag(
         None,
@@ -77,6 +78,7 @@ class FsdpArgs:
         "Bits of weights under adapters. 4: bitsandbytes' NF4.",
         tags="adapter_card",
         form=("4|16", "4 or 16"),
+        saves_memory="4, unless the model has experts",
     )
     router_bias_update: float = flag(
         0.0, "How far DeepSeek's bias of experts follows load. 0: it stays.", tags="resume"

@@ -156,17 +156,14 @@ def test_control_groups_limit_host_memory(line, top, limit, taken, total, tmp_pa
 
 def test_a_process_stays_on_its_gpus_node(monkeypatch, tmp_path):
     pci = tmp_path / "bus/pci/devices/0000:4f:00.0"
-    node = tmp_path / "devices/system/node/node1"
     pci.mkdir(parents=True)
-    node.mkdir(parents=True)
-    (pci / "numa_node").write_text("1\n")
-    (node / "cpulist").write_text("2-4,9\n")
+    (pci / "local_cpulist").write_text("2-4,9\n")
     props = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x4F, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: props)
     gpu = torch.device("cuda", 0)
     assert device.cores_near(gpu, tmp_path) == [2, 3, 4, 9]
     assert device.cores_near(torch.device("cpu"), tmp_path) == []
-    (pci / "numa_node").write_text("-1\n")  # one node only
+    (pci / "local_cpulist").unlink()
     assert device.cores_near(gpu, tmp_path) == []
     usable = process.usable_cores()
     try:

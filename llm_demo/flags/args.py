@@ -65,7 +65,10 @@ class ModelArgs:
         None, "Compile decoder blocks and loss. Default: where it works and is faster."
     )
     activation_memory_budget: float = flag(
-        1.0, "Share of activations (0 to 1) that compiled blocks keep, not recompute.", at_most=1
+        1.0,
+        "Share of activations (0 to 1) that compiled blocks keep, not recompute.",
+        at_most=1,
+        saves_memory="0.6, if blocks are compiled and have no experts",
     )
     blocks_per_unit: int = flag(
         0, "Blocks compiled and sharded as one. 0: up to 4, 1 in Qwen3.5.", off=1
@@ -328,7 +331,10 @@ class LowBitArgs:
         alone="rowwise_gw",
     )
     optim_state: Literal["fp32", "bf16"] = flag(
-        "fp32", "Dtype of AdamW's moments. bf16 is approximate.", tags="resume"
+        "fp32",
+        "Dtype of AdamW's moments. bf16 is approximate.",
+        tags="resume",
+        saves_memory="bf16, which is approximate",
     )
 
 
@@ -468,32 +474,20 @@ def parse_steps(text: str) -> tuple[int, int] | None:
 
 
 def less_memory(args) -> str:
-    """What to change after running out of GPU memory, best first, with the current values. Nothing
-    that the flags' checks refuse; what depends on more than flags is said."""
+    """What to change after running out of GPU memory, with the current values: flags that can save
+    memory, unless other flags do not allow it; what depends on more than flags is said."""
     ways = []
-
-    def propose(name: str, advice: str, value=None) -> None:
-        if value is None or accepted(args, name, value):
-            now = getattr(args, name)
-            now = 0 if now is None else flag_text(now)
-            ways.append(f"{len(ways) + 1}. --{name} (now {now}): {advice}")
-
     if args.micro_batch_size > 1:
-        propose("micro_batch_size", "halve it, double grad_accum_steps")
+        ways.append(("micro_batch_size", "halve it, double grad_accum_steps"))
     for field in dataclasses.fields(args):
         advice = field.metadata["saves_memory"]
         if advice and getattr(args, field.name) == field.default:
-            propose(field.name, advice, value_of(field, advice.split(",")[0]))
-    if args.activation_memory_budget == 1:
-        advice = "0.6, if blocks are compiled and have no experts"
-        propose("activation_memory_budget", advice, 0.6)
-    propose("seq_len", "shorter rows")
-    if args.dtype == "fp32":
-        propose("dtype", "bf16")
-    if "lora_rank" in vars(args) and not args.lora_rank:
-        propose("lora_rank", "16, to train adapters only", 16)
-    if args.lora_rank and args.base_bits != 4:
-        propose("base_bits", "4, unless the model has experts", 4)
-    if "optim_state" in vars(args) and args.optim_state == "fp32" and not args.lora_rank:
-        propose("optim_state", "bf16, which is approximate", "bf16")
-    return "; ".join(ways)
+            if accepted(args, field.name, value_of(field, advice.split(",")[0])):
+                ways.append((field.name, advice))
+    ways.append(("seq_len", "shorter rows"))
+    lines = []
+    for i, (name, advice) in enumerate(ways, 1):
+        now = getattr(args, name)
+        now = 0 if now is None else flag_text(now)
+        lines.append(f"{i}. --{name} (now {now}): {advice}")
+    return "; ".join(lines)

@@ -178,12 +178,10 @@ class PlainParser(argparse.ArgumentParser):
     """Dashes may replace underscores in the name of a flag."""
 
     def parse_known_args(self, args=None, namespace=None):
-        words = []
-        for word in sys.argv[1:] if args is None else args:
+        words = sys.argv[1:] if args is None else args
+        for word in words:
             refuse_other_text(word)
-            if re.fullmatch("--?[^=]+=--", word):  # argparse before 3.13 drops this value
-                raise UserError(f"{word}: -- is no value: set one behind =")
-            words.append(re.sub("^--[^=]+", underscored, word))
+        words = [re.sub("^--[^=]+", underscored, word) for word in words]
         return super().parse_known_args(words, namespace)
 
     def error(self, message):  # argparse would print its usage first, which is long
@@ -195,18 +193,12 @@ def underscored(name: re.Match) -> str:
 
 
 def refuse_other_text(word: str) -> None:
-    """Raise UserError for a word of the command line that is not UTF-8, or that Python has read
-    as something else: tokenizers and safetensors open only paths that are UTF-8."""
-    encoding = sys.getfilesystemencoding()
+    """Raise UserError for a word of the command line that is not UTF-8: tokenizers and safetensors
+    open only paths that are."""
     try:
         os.fsencode(word).decode("utf-8")
     except UnicodeError:
         raise UserError(f"{ascii(word)[:80]} is not UTF-8: give it another name") from None
-    if not word.isascii() and encoding != "utf-8":
-        raise UserError(
-            f"{ascii(word)[:80]}: Python reads names in this locale as {encoding}, not UTF-8: set "
-            "PYTHONUTF8=1"
-        )
 
 
 class FlagHelp(argparse.RawDescriptionHelpFormatter):

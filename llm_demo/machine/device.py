@@ -137,9 +137,7 @@ def no_code(device: Device) -> str:
     if _has_code(device):
         return ""
     if device.vendor == "nvidia":
-        if 50 <= int(device.arch.removeprefix("sm_")) < 75:
-            return "PyTorch's builds for CUDA 12.6 have it (sm_50 to sm_90): install one of those"
-        return "install a PyTorch build for another CUDA version that has it"
+        return "install a PyTorch build that has it: those for CUDA 12.6 have sm_50 to sm_90"
     names = []
     for line in Path(__file__).with_name("rocm_builds.txt").read_text("utf-8").splitlines():
         name, *archs = line.split()
@@ -311,20 +309,19 @@ def pin(memory: torch.Tensor, owner: object) -> bool:
 
 
 def cores_near(device: torch.device, sysfs: Path = Path("/sys")) -> list[int]:
-    """The CPU cores of a GPU's NUMA node, [] if unknown. sysfs: where the kernel describes both."""
+    """The CPU cores of a GPU's NUMA node, [] if unknown. sysfs: where the kernel describes it."""
     if device.type != "cuda":
         return []
     props = torch.cuda.get_device_properties(device)
     try:
         name = f"{props.pci_domain_id:04x}:{props.pci_bus_id:02x}:{props.pci_device_id:02x}.0"
-        node = int((sysfs / f"bus/pci/devices/{name}/numa_node").read_text("utf-8"))
-        spans = (sysfs / f"devices/system/node/node{node}/cpulist").read_text("utf-8").split(",")
-    except (AttributeError, OSError, ValueError):  # an old PyTorch, or a single node: -1
+        text = (sysfs / f"bus/pci/devices/{name}/local_cpulist").read_text("utf-8")
+    except (AttributeError, OSError):  # an old PyTorch
         return []
     cores = []
-    for span in spans:  # "0-3" or "5"
-        ends = [int(n) for n in span.split("-")]
-        cores += range(ends[0], ends[-1] + 1)
+    for span in text.strip().split(","):  # "0-3" or "5"
+        first, _, last = span.partition("-")
+        cores += range(int(first), int(last or first) + 1)
     return cores
 
 
