@@ -95,7 +95,21 @@ def write_models(folder, models, change):
     return results
 
 
-def plain_loop(model, packs, steps=STEPS, moments=torch.float32):
+def add_gradients(model, documents):
+    """Add the gradients of a step's loss to the model's; -> the loss. documents: (ids, labels)."""
+    count = sum(int((labels != -100).sum()) for _, labels in documents)
+    total = 0.0
+    for ids, labels in documents:
+        if (labels == -100).all():
+            continue
+        logits = model(input_ids=ids[None], use_cache=False).logits[0]
+        loss = F.cross_entropy(logits, labels, reduction="sum") / count
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def plain_loop(model, packs, steps=STEPS, moments=torch.float32, add_gradients=add_gradients):
     """What every engine must reproduce, written without anything of the project but the rows
     and the learning rate. moments: the dtype that AdamW's are rounded to after each step."""
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -110,18 +124,11 @@ def plain_loop(model, packs, steps=STEPS, moments=torch.float32):
             ids, labels, lengths = packs.row(row)
             start = 0
             for n in lengths:
-                documents.append((ids[start : start + n], labels[start : start + n]))
+                if start < packs.token_counts[row]:  # else it is padding
+                    both = ids[start : start + n], labels[start : start + n]
+                    documents.append([torch.tensor(x, device=DEVICE) for x in both])
                 start += n
-        count = sum(int((labels != -100).sum()) for _, labels in documents)
-        total = 0.0
-        for ids, labels in documents:
-            if (labels == -100).all():
-                continue
-            ids, labels = (torch.tensor(x, device=DEVICE) for x in (ids, labels))
-            logits = model(input_ids=ids[None], use_cache=False).logits[0]
-            loss = F.cross_entropy(logits, labels, reduction="sum") / count
-            loss.backward()
-            total += loss.item()
+        losses.append(add_gradients(model, documents))
         grads.append({n: p.grad.cpu().clone() for n, p in trained.items()})
         norm = sum(p.grad.double().square().sum() for p in trained.values()).sqrt().item()
         for p in trained.values():
@@ -134,7 +141,6 @@ def plain_loop(model, packs, steps=STEPS, moments=torch.float32):
             for moment in (state["exp_avg"], state["exp_avg_sq"]):
                 moment.copy_(moment.to(moments))
         optimizer.zero_grad()
-        losses.append(total)
     assert min(norms) > CLIP, "clipping must be active for its test to mean something"
     params = {n: p.detach().cpu().clone() for n, p in trained.items()}
     return {"loss": losses, "norm": norms, "grads": grads, "params": params}
@@ -166,8 +172,8 @@ def train(folder, kind, processes, cases):
 
 @pytest.fixture(scope="module")
 def trained(work, request):
-    """(script, processes) -> what `train` found for all cases that want these, in one launch, but
-    only of engines whose tests were selected."""
+    """(script, processes, quick) -> what `train` found for all cases that want these, in one
+    launch, but only of engines whose tests were selected."""
     tests = [item for item in request.session.items if item.module is request.module]
     parameters = [item.callspec.params if hasattr(item, "callspec") else {} for item in tests]
     tested = {params.get("engine") for params in parameters}
@@ -175,60 +181,52 @@ def trained(work, request):
 
     @functools.cache
     def once(kind, processes, quick):
-        folder = work[0] / "quick" if quick else work[0]
+        folder = work[0] / ("quick" if quick else "slow")
         folder.mkdir(exist_ok=True)
-        cases = cases_of(work[0], folder, kind, processes, quick)
-        cases = {name: flags for name, flags in cases.items() if name.split("-")[0] in tested}
+        cases = {}
+        for engine, (script, n, *_) in ENGINES.items():
+            if (script, n) == (kind, processes) and engine in tested and not why_not(engine):
+                cases |= cases_of(engine, quick, work[0])
         return train(folder, kind, processes, cases)
 
     return once
 
 
-def trains(engine, case, quick):
-    """Whether an engine trains (model, checkpointing) for the quick tests, or for the slow ones."""
-    if ENGINES[engine][0] == "zero":
-        return not quick or QUICK.get(engine) == case
-    if engine in ONE_HALF:
-        return case in HALF and quick == (engine not in ONLY_SLOW)
-    if engine in HALVES:
-        return quick == (case in HALVES[engine])
-    return quick and not ("compiled" in engine and case in SKIPPED)
-
-
-def trains_in(dtype, engine, quick):
-    """The same of a dtype."""
-    if engine in QUICK:
-        return not quick or engine in QUICK_BF16 and dtype == "bf16"
-    return engine in LOW_PRECISION and quick == ((engine, dtype) not in SLOW_LOW_PRECISION)
-
-
-def cases_of(models, folder, kind, processes, quick):
-    """Every case of the tables below for so many processes of a script: {name: argv}. quick: those
-    of the quick tests, else of the slow ones. models: their folder; folder: of the runs."""
-    cases = {}
-    for engine, (script, n, flags, splits) in ENGINES.items():
-        if (script, n) != (kind, processes) or why_not(engine):
-            continue
-        for model, (micro, accum) in zip(MODELS, splits, strict=True):
-            for checkpointing in ("true", "false"):
-                if not trains(engine, (model, checkpointing), quick):
-                    continue
-                name = f"{engine}-{model}-{checkpointing}"
-                more = [*flags, "--use_activation_checkpointing", checkpointing]
-                cases[name] = argv(models, model, micro, accum, *more)
-        replicas = max(1, processes // 2) if kind in ("pp", "fsdp_pp") else processes
-        replicas //= 2 if "--tensor_parallel" in flags else 1
-        accum = GLOBAL_BATCH // 2 // replicas
-        for dtype in BOUNDS:
-            if trains_in(dtype, engine, quick):
-                name = f"{engine}-{dtype}"
-                more = [*flags, "--dtype", dtype]
-                cases[name] = argv(models, "tied", 2, accum, *more)
-        if quick and engine in WITH_BIASES:
-            name = f"{engine}-biases"
-            more = [*flags, "--dtype", "bf16"]
-            cases[name] = argv(models, "llama", 2, accum, *more)
+def cases_of(engine, quick, folder):
+    """The cases {name: argv} of an engine, of the quick or the slow tests. folder: of models."""
+    kind, processes, flags, splits = ENGINES[engine]
+    splits, cases = dict(zip(MODELS, splits, strict=True)), {}
+    for model, checkpointing in models_of(engine, quick):
+        more = [*flags, "--use_activation_checkpointing", checkpointing]
+        cases[f"{engine}-{model}-{checkpointing}"] = argv(folder, model, *splits[model], *more)
+    replicas = max(1, processes // 2) if kind in ("pp", "fsdp_pp") else processes
+    replicas //= 2 if "--tensor_parallel" in flags else 1
+    accum = GLOBAL_BATCH // 2 // replicas
+    for dtype in dtypes_of(engine, quick):
+        model, dtype_flag = ("llama", "bf16") if dtype == "biases" else ("tied", dtype)
+        more = [*flags, "--dtype", dtype_flag]
+        cases[f"{engine}-{dtype}"] = argv(folder, model, 2, accum, *more)
     return cases
+
+
+def models_of(engine, quick):
+    """The (model, recomputed activations) that an engine trains in fp32."""
+    quickly, _ = QUICK.get(engine, ((), ()))
+    if quick:
+        return quickly
+    if engine.endswith("_compiled"):
+        return ()
+    if quickly or ENGINES[engine][0] == "zero":
+        return [case for case in (*HALF, *OTHER_HALF) if case not in quickly]
+    return HALF
+
+
+def dtypes_of(engine, quick):
+    """The dtypes that it trains in besides. "biases": bf16, with a model that has some."""
+    if quick:
+        return QUICK.get(engine, ((), ()))[1]
+    zero = engine in QUICK and ENGINES[engine][0] == "zero"
+    return BOUNDS if zero or engine in LOW_PRECISION else ()
 
 
 def why_not(engine):
@@ -324,98 +322,65 @@ for name in "1f1b+ gpipe gpipe+ interleaved v".split():
     flags = ["--schedule", name.rstrip("+"), *RESHARD * name.endswith("+")]
     FPP_OTHERS[f"fpp4_{name}"] = "fsdp_pp", 4, flags, [(1, 4), (2, 2), (1, 4)]
 ENGINES |= FPP_OTHERS
-# What is trained of ZeRO unless slow tests are asked for: a model and whether it recomputes
-# activations; and those trained in bf16 too.
-QUICK = {
-    "zero1": ("tied", "true"), "zero2": ("untied", "false"), "zero3": ("tied", "false"),
-    "zero2_offload": ("tied", "true"), "zero3_offload": ("llama", "true"),
-}  # fmt: skip
-# An engine trains half of models x recomputed activations in the quick tests, the other half in the
-# slow ones; the optimizer on the host, which knows nothing of checkpointing, has no other half.
 HALF = (("tied", "true"), ("untied", "false"), ("llama", "true"))
 OTHER_HALF = (("tied", "false"), ("untied", "true"), ("llama", "false"))
-HALVES = {
-    "plain": HALF, "fsdp": HALF, "fsdp_reshard": OTHER_HALF, "tensor": HALF,
-    "pp": OTHER_HALF, "pp_v": OTHER_HALF, "pp_dp": HALF, "fpp": HALF, "fpp_four": OTHER_HALF,
-    "fpp_one_dp": HALF, "fpp_v": OTHER_HALF,
-    "replicas": (),  # test_replicas.py has them quickly
-}  # fmt: skip
-ONLY_SLOW = tuple(name for name in ENGINES if name.startswith("host_")) + ("replicas_four",)
-ONLY_SLOW += ("fpp_one", "fpp_twice", "fpp_v_four", "fpp_gpipe", "fpp_reshard", "fpp_long")
-ONLY_SLOW += ("tensor_four", "fpp_tensor", "fpp_tensor_v", *FPP_OTHERS)
-ONE_HALF = ("host", *ONLY_SLOW)
-QUICK_BF16 = ("zero2_offload",)
-WITH_BIASES = ("fsdp", "zero1", "zero3")  # trained so in bf16
+BOTH, BF16 = ("bf16", "fp16"), ("bf16",)
+# What the quick tests train: models in fp32, and other dtypes. The slow ones train the rest.
+QUICK = {
+    "plain": (HALF, ()),
+    "fsdp": (HALF, (*BOTH, "biases")),
+    "fsdp_reshard": (OTHER_HALF, ()),
+    "host": (HALF, ("fp16",)),
+    "tensor": (HALF, BF16),
+    "pp": (OTHER_HALF, BOTH),
+    "pp_v": (OTHER_HALF, BF16),
+    "pp_dp": (HALF, BF16),
+    "fpp": (HALF, BOTH),
+    "fpp_one_dp": (HALF, ()),
+    "fpp_twice": ((), BF16),
+    "fpp_v": (OTHER_HALF, BF16),
+    "fpp_four": (OTHER_HALF, ()),
+    "zero1": ([("tied", "true")], ("biases",)),
+    "zero2": ([("untied", "false")], ()),
+    "zero3": ([("tied", "false")], ("biases",)),
+    "zero2_offload": ([("tied", "true")], BF16),
+    "zero3_offload": ([("llama", "true")], ()),
+}
 # attention whose shapes stay, for a compiler of shapes; on a CPU it would take minutes of C++
 COMPILED = ["--compile", "--attn_impl", "math"]
-SKIPPED = {("untied", "true"), ("untied", "false"), ("llama", "true")}  # each case is compiled anew
 for name in ("fsdp", "tensor", "pp", "pp_v", "fpp", "fpp_twice", "fpp_v"):
     kind, processes, flags, splits = ENGINES[name]
     ENGINES[f"{name}_compiled"] = kind, processes, [*flags, *COMPILED], splits
+    QUICK[f"{name}_compiled"] = [("tied", "true"), ("tied", "false"), ("llama", "false")], ()
 
 
 # loss within 1 % and 0.3 % of fp32's over 5 steps, norm within 5 % and 2 %
 BOUNDS = {"bf16": (1e-2, 5e-2), "fp16": (3e-3, 2e-2)}
-# What is compared with the plain loop; (s): by slow tests. Several chunks of the loss: all engines
-# in fp32, one in bf16.
-#                  one copy of the model                 two or more
-#   fsdp, fp32     plain                                 fsdp, replicas, replicas_four (s)
-#         bf16     plain (s)                             fsdp
-#         fp16     plain (s)                             fsdp
-#   host, fp32     host_one (s)                          host
-#         bf16     host_one (s)                          host (s)
-#         fp16     host_one (s)                          host
-#   tensor, fp32   tensor                                tensor_four (s)
-#         bf16     tensor                                tensor_four (s)
-#         fp16     tensor (s)                            tensor_four (s)
-#   pp, fp32       pp, pp_v                              pp_dp
-#         bf16     pp, pp_v                              pp_dp
-#         fp16     pp, pp_v (s)                          pp_dp (s)
-#   fsdp_pp, fp32  fpp, fpp_v, other schedules (s)       fpp_four, fpp_tensor (s)
-#         bf16     fpp, fpp_v, fpp_twice                 fpp_four (s), fpp_tensor (s)
-#         fp16     fpp, fpp_v (s), fpp_twice (s)         fpp_four (s), fpp_tensor (s)
-#   zero, fp32     zero*_one (s)                         zero1, 2, 3, with offload
-#         bf16     -                                     zero2_offload, others (s), beside fsdp
-#         fp16     -                                     all (s), beside fsdp
+# compared with the plain loop; ZeRO's are compared with fsdp's
 LOW_PRECISION = (
     "plain fsdp tensor tensor_four host_one host pp pp_v pp_dp "
     "fpp fpp_four fpp_one fpp_twice fpp_v fpp_tensor"
 ).split()
-BOTH_SLOW = ("host_one", "plain", "tensor_four", "fpp_one", "fpp_four", "fpp_tensor")
-SLOW_LOW_PRECISION = {(engine, dtype) for engine in BOTH_SLOW for dtype in BOUNDS}
-SLOW_LOW_PRECISION |= {
-    ("tensor", "fp16"),
-    ("pp_v", "fp16"),
-    ("pp_dp", "fp16"),
-    ("fpp_v", "fp16"),
-    ("fpp_twice", "fp16"),
-    ("host", "bf16"),
-}
 
 
 def launches():
     """(engine, quick) for each launch that the tests compare."""
     for engine, (kind, *_) in ENGINES.items():
-        gpu = [pytest.mark.gpu] * ("compiled" in engine)
-        slow = kind == "zero" or engine in ONLY_SLOW or HALVES.get(engine) == ()
-        if not slow:
-            yield pytest.param(engine, True, marks=gpu, id=engine)
-        if slow or engine in HALVES:
-            yield pytest.param(engine, False, marks=pytest.mark.slow, id=f"{engine}-slow")
+        if engine.endswith("_compiled"):
+            yield pytest.param(engine, True, marks=pytest.mark.gpu, id=engine)
+            continue
+        if kind != "zero" and models_of(engine, True):
+            yield pytest.param(engine, True, id=engine)
+        yield pytest.param(engine, False, marks=pytest.mark.slow, id=f"{engine}-slow")
 
 
 @pytest.mark.parametrize("engine, quick", list(launches()))
 def test_equals_plain_loop(engine, quick, work, trained):
-    kind, processes, flags, _ = ENGINES[engine]
     if reason := why_not(engine):
         pytest.skip(reason)
-    found = trained(kind, processes, quick)
-    cases = {n: f for n, f in found.items() if n.startswith(f"{engine}-")}
-    cases = {n: f for n, f in cases.items() if n.split("-")[1] in MODELS}
-    half = HALVES.get(engine) or engine in ONE_HALF
-    assert len(cases) == (1 if half else 2) * len(MODELS) - len(SKIPPED) * ("--compile" in flags)
-    for name, (losses, ranks) in cases.items():
-        model = name.split("-")[1]
+    found = trained(*ENGINES[engine][:2], quick)
+    for model, checkpointing in models_of(engine, quick):
+        losses, ranks = found[f"{engine}-{model}-{checkpointing}"]
         later = LATER.get(engine, TOLERANCE) if model == "tied" else TOLERANCE
         assert_equal(losses, ranks, work[1][model], later)
 
@@ -425,18 +390,17 @@ def test_equals_plain_loop(engine, quick, work, trained):
 def test_low_precision_stays_close(dtype, quick, work, trained):
     """bf16 has 8 bits of mantissa, fp16 11; the masters are fp32."""
     loss_bound, norm_bound = BOUNDS[dtype]
+    expected = work[1]["tied"]
     for engine in LOW_PRECISION:
         kind, processes, _, _ = ENGINES[engine]
-        if not trains_in(dtype, engine, quick) or why_not(engine):
+        if dtype not in dtypes_of(engine, quick) or why_not(engine):
             continue
         losses, ranks = trained(kind, processes, quick)[f"{engine}-{dtype}"]
-        expected = work[1]["tied"]
-        for step in range(STEPS):
-            assert losses[step] == pytest.approx(expected["loss"][step], rel=loss_bound), engine
-            for rank in ranks:
-                norm = rank["steps"][step]["norm"]
-                assert norm == pytest.approx(expected["norm"][step], rel=norm_bound), engine
+        assert losses == pytest.approx(expected["loss"], rel=loss_bound), engine
         assert losses[-1] < losses[0] - 0.1
+        for rank in ranks:
+            norms = [step["norm"] for step in rank["steps"]]
+            assert norms == pytest.approx(expected["norm"], rel=norm_bound), engine
         for rank in ranks if dtype == "bf16" else ():  # fp16's are scaled
             for name, grad in rank["steps"][0]["grads"].items():  # of half the rows: 0.4 off
                 assert relative(grad, expected["grads"][0][name]) < 0.1, f"{engine}, {name}"
@@ -547,9 +511,13 @@ def test_two_pieces_on_each_of_four_stages(work):
         assert_equal(losses, ranks, expected)
 
 
+QUICK_ZERO = [name for name in QUICK if ENGINES[name][0] == "zero"]
+
+
 def test_zero_equals_plain_loop(work, trained):
     found = trained("zero", 2, True)
-    for engine, (model, checkpointing) in QUICK.items():
+    for engine in QUICK_ZERO:
+        [(model, checkpointing)] = models_of(engine, True)
         name = f"{engine}-{model}-{checkpointing}"
         assert_equal(*found[name], work[1][model])
         # stage 3's operations end later than the calls that can be timed
@@ -610,7 +578,7 @@ def test_zero_equals_fsdp_in_low_precision(dtype, quick, work, trained):
     scale, bound = (2**16, 5e-3) if dtype == "fp16" else (1, TOLERANCE)
     exact = work[1]["tied"]
     rounding = max(abs(a / b - 1) for a, b in zip(exact["loss"], theirs, strict=True))
-    for engine in QUICK_BF16 if quick else QUICK:
+    for engine in ["zero2_offload"] if quick else QUICK_ZERO:
         losses, ranks = trained("zero", 2, quick)[f"{engine}-{dtype}"]
         assert losses[:2] == pytest.approx(theirs[:2], rel=bound), engine
         assert losses == pytest.approx(theirs, rel=max(rounding, 10 * bound)), engine
@@ -628,7 +596,7 @@ def test_zero_equals_fsdp_in_low_precision(dtype, quick, work, trained):
 def test_zero_rounds_biases_as_fsdp(trained):
     """In bf16: once, the sum of product and bias. Later a weight may round to the other side."""
     theirs, (expected, _) = trained("fsdp", 2, True)["fsdp-biases"]
-    for engine in WITH_BIASES[1:]:
+    for engine in ("zero1", "zero3"):
         losses, ranks = trained("zero", 2, True)[f"{engine}-biases"]
         assert losses[0] == pytest.approx(theirs[0], rel=TOLERANCE), engine
         for name, grad in expected["steps"][0]["grads"].items():
