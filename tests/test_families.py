@@ -26,9 +26,8 @@ from transformers import (
 from llm_demo.core.errors import UserError
 from llm_demo.model.check_config import problems_of
 from llm_demo.model.costs import parameters_of, refuse_shares
-from llm_demo.model.model_folder import describe_for_version_4, describe_model, open_model
+from llm_demo.model.model_folder import describe_for_version_4, open_model
 from llm_demo.model.positions import window_of, without_window
-from llm_demo.model.source import load_tokenizer
 from llm_demo.run.export_run import export
 
 IDS = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)
@@ -186,22 +185,6 @@ def test_transformers_4_rotates_the_same_part(name, tmp_path):
             assert written["rope_scaling"].keys() == {"type", "short_factor", "long_factor"}
         again = AutoConfig.from_pretrained(tmp_path).rope_parameters
         assert again.items() >= rope.items()
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_head_stays_as_trained_where_the_family_ties_it(tied, tmp_path):
-    """If config.json leaves this key out, the weights decide."""
-    config = copy.deepcopy(MODELS["smollm3"])
-    config.save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
-    given = json.loads(file.read_text())
-    file.write_text(json.dumps({k: v for k, v in given.items() if k != "tie_word_embeddings"}))
-    assert AutoConfig.from_pretrained(tmp_path).tie_word_embeddings
-    config.tie_word_embeddings = tied
-    describe_model(
-        tmp_path, load_tokenizer(str(ROOT / "models/qwen3-tiny")), tmp_path / "m", config
-    )
-    assert AutoConfig.from_pretrained(tmp_path / "m").tie_word_embeddings == tied
 
 
 @pytest.mark.parametrize("name", ["olmo2", "olmo3"])

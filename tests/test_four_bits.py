@@ -2,7 +2,6 @@
 plain loop, and files as transformers writes them."""
 
 import importlib.util
-import itertools
 import json
 import os
 import shutil
@@ -28,14 +27,13 @@ from llm_demo.machine.text import layer_kinds
 from llm_demo.model.adapters import in_4_bits, matrices_in
 from llm_demo.model.four_bits_base import cached_base, find_or_build, note_values
 from llm_demo.model.model_folder import load_model, open_model
-from llm_demo.model.weights_files import open_weights, refuse_other_adapters
-from llm_demo.options import four_bits, four_bits_library
+from llm_demo.model.weights_files import open_weights
+from llm_demo.options import four_bits
 from llm_demo.options.four_bits_library import (
     DOUBLE,
     library,
     need_library,
     pack,
-    quantised,
     scales_in,
 )
 from llm_demo.options.lora import use_four_bits
@@ -210,18 +208,6 @@ def test_a_layer_keeps_no_values(dtype, compiled):
     assert (found - expected).norm() < bound * expected.norm()
 
 
-def test_a_device_is_compared_with_a_cpu(monkeypatch):
-    assert probes.four_bits("cpu") is None
-    calls = itertools.count()
-
-    def wrong(weight):  # the first call's
-        bits, scales = quantised(weight)
-        return bits ^ (next(calls) == 0), scales
-
-    monkeypatch.setattr(four_bits_library, "quantised", wrong)
-    assert probes.four_bits("cpu").startswith("results are off by ")
-
-
 @pytest.mark.gpu
 @needs_gpu
 def test_the_values_of_a_gpu():
@@ -241,6 +227,7 @@ def same_as_the_library(device):
 
 
 def test_the_values_of_a_cpu():
+    assert probes.four_bits("cpu") is None
     same_as_the_library("cpu")
 
 
@@ -257,51 +244,10 @@ def test_the_kernel():
 # ---------------------------------------------------------------- bad input
 
 
-def test_flags_that_contradict_it(work, tmp_path):
-    folder = work[0]
-    script = ROOT / "fsdp/train_fsdp.py"
-
-    def said(*more):
-        argv = [*lora.run_flags(folder, "tied", tmp_path / "run"), "--base_bits", 4, *more]
-        done = run([sys.executable, script, *argv])
-        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-        return done.stderr
-
-    assert "--base_bits needs --lora_rank" in said("--lora_rank", 0)
-    assert "--base_bits does not work with --fp8" in said("--fp8")
-    assert "must be 4 or 16" in said("--base_bits", 8)
-    experts = said("--model_name_or_path", ROOT / "models/qwen3-moe-tiny")
-    assert "does not work with mixtures of experts" in experts
-
-
-def test_it_is_part_of_what_was_trained():
-    same = {"rank": 4, "alpha": 32.0, "targets": ["q_proj"]}
-    facts = {bits: same | {"base": {"path": "a"} | bits_of(bits)} for bits in (4, 16)}
-    for before, now, what in ((4, 16, "base bits was 4, is None"), (16, 4, "bits was None, is 4")):
-        with pytest.raises(UserError, match=what):
-            refuse_other_adapters(Path("x"), facts[before], facts[now])
-
-
-def bits_of(bits):
-    return {"bits": 4} if bits == 4 else {}
-
-
-def test_without_the_library(monkeypatch):
-    library.cache_clear()
-    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(UserError, match="pip install -U bitsandbytes"):
-        need_library()
-    monkeypatch.undo()
-    library.cache_clear()
-    need_library()
-
-
 @pytest.mark.parametrize(
     "code, said",
     [
         ("raise OSError('libcudart.so.12: no such\\nfile')", "libcudart.so.12: no such"),
-        ("import bitsandbytes.absent", "bitsandbytes.absent"),
         ("", "quantize_4bit"),
     ],
 )
@@ -415,13 +361,8 @@ def state(**changes):
         ({f"{NAME}.nested_absmax": torch.tensor([1.0, torch.nan])}, "scales are not finite"),
         ({f"{NAME}.nested_absmax": torch.ones(3)}, "it has 276 scales of scales and levels"),
         (state(nested_offset=float("nan")), "scales are not finite"),
-        (state(nested_offset=10**400), f"{STATE}: int too large"),
         (state(shape=[320.0, 64.0]), f"{STATE}: shape .*: only rows of whole blocks"),
-        (state(shape=[10**400, 64]), f"{STATE}: shape .*: only rows of whole blocks"),
-        (state(shape=[-320, -64]), f"{STATE}: shape .*: only rows of whole blocks"),
         (state(quant_type="fp4"), r"\['fp4', 64, 256\]: only nf4 by blocks of 64 and 256"),
-        (state(blocksize=128), "only nf4 by blocks"),
-        ({STATE: as_bytes([1])}, f"{STATE}: list indices"),
         ({STATE: torch.full((9,), 65, dtype=torch.uint8)}, f"{STATE}: Expecting value"),
     ],
 )

@@ -116,14 +116,6 @@ def test_what_is_not_finite_stays_so(recipe, bad):
     assert not grad.isfinite().all()
 
 
-def test_zeros():
-    for recipe in RECIPES:
-        w = torch.randn(N, K, requires_grad=True)
-        y = linear(torch.zeros(T, K), w, None, recipe)
-        assert not y.any()
-        assert not torch.autograd.grad(y, w, torch.zeros(T, N))[0].any()
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_without_gradients_it_is_the_plain_layer(recipe):
     x, w, _ = numbers()

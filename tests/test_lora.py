@@ -22,10 +22,8 @@ from fsdp.pieces import use_pieces
 from llm_demo.core.decoder import Blocks
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import FUSED
-from llm_demo.model.adapters import choose_lora, factors_of
-from llm_demo.model.export_files import write_adapter
-from llm_demo.model.source import find_model
-from llm_demo.model.weights_files import open_weights
+from llm_demo.model.adapters import choose_lora
+from llm_demo.model.weights_files import open_weights, refuse_other_adapters
 from llm_demo.options.lora import Factor, Lora, LoraLinear
 from llm_demo.run.export_run import export
 
@@ -329,29 +327,6 @@ def test_peft_loads_the_export_with_the_trainers_loss(run_folder, work):
     assert plain == pytest.approx(measured["0"], rel=1e-5)
 
 
-def test_an_export_names_the_layers_that_have_adapters(tmp_path):
-    config = parity.MODELS["tied"]
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    lora = lora_of(config, "q_proj,down_proj", rank=4)._replace(base={"path": "a/base"}).facts()
-    wanted = factors_of(lora, {name: tuple(p.shape) for name, p in model.named_parameters()})
-
-    def fill(tensors):
-        for t in tensors.values():
-            t.normal_()
-
-    write_adapter(tmp_path, fill, wanted, torch.float32, lora)
-    written = json.loads((tmp_path / "adapter_config.json").read_text())
-    assert sorted(written["target_modules"]) == ["down_proj", "q_proj"]
-    model = PeftModel.from_pretrained(model, tmp_path)
-    adapted = {ours(name) for name, _ in model.named_parameters() if ".lora_" in name}
-    assert adapted == wanted.keys() and len(adapted) == 4 * 2 * 2
-
-
-def test_an_adapter_is_no_model(run_folder):
-    with pytest.raises(UserError, match="holds an adapter, not a model: export its run with"):
-        find_model(str(run_folder / "hf"))
-
-
 def exported(*words):
     return run([sys.executable, "-m", "llm_demo.export", *words])
 
@@ -380,25 +355,7 @@ def test_an_adapter_names_a_base_that_was_checked(run_folder, work, tmp_path, mo
     ):
         with pytest.raises(UserError, match=said):
             export(checkpoint, tmp_path / "other", base=base)
-    monkeypatch.setattr("llm_demo.run.export_run.find_model", lambda _: find_model("./gone"))
-    gone = "no model at ./gone: .*; if .* has moved, name it with --b"
-    with pytest.raises(UserError, match=gone):
-        export(checkpoint, tmp_path / "other", merge=True)
     assert not (tmp_path / "other").exists()
-
-
-def test_a_base_of_random_weights_is_known_by_its_seed(work, tmp_path):
-    folder = work[0]
-    shutil.copytree(folder / "tied", tmp_path / "bare")
-    (tmp_path / "bare/model.safetensors").unlink()
-    (tmp_path / "data.jsonl").write_text((folder / "data.jsonl").read_text())
-    flags = run_flags(tmp_path, "bare", tmp_path / "run")
-    torchrun(1, ROOT / "fsdp/train_fsdp.py", *flags)
-    with refused("bare, the adapters' base, has no weights"):
-        export(at(tmp_path / "run", 4), tmp_path / "out", merge=True)
-    again = run_flags(tmp_path, "bare", tmp_path / "b", "--resume", tmp_path / "run", "--seed", "9")
-    done = run([sys.executable, ROOT / "fsdp/train_fsdp.py", *again, "--resume_anyway"])
-    assert done.returncode == 2 and "seed was 3, is 9" in done.stderr
 
 
 def test_a_digest_is_of_values_not_of_files(work, tmp_path):
@@ -415,29 +372,33 @@ def test_a_digest_is_of_values_not_of_files(work, tmp_path):
     assert own == same != other
 
 
-RESUMED = {
-    "without": ([], ["--lora_rank", "0"], "holds adapters: resume with fsdp/train_fsdp.py and"),
-    "rank": ([], ["--lora_rank", "8"], "holds other adapters: rank was 4, is 8"),
-    "alpha": ([], ["--lora_alpha", "8"], "holds other adapters: alpha was 32.0, is 8.0"),
-    "base": (["untied"], [], "holds other adapters: base weights was "),
-}
-
-
-@pytest.mark.parametrize("case", RESUMED)
-def test_another_resume_is_refused(case, run_folder, work, tmp_path):
-    model, more, said = RESUMED[case]
-    model = model[0] if model else "tied"
-    flags = run_flags(work[0], model, tmp_path / "run", "--resume", run_folder, *more)
+def test_a_resumed_run_that_does_not_go_on_with_them_is_refused(run_folder, work, tmp_path):
+    more = "--resume", run_folder, "--lora_rank", "0"
+    flags = run_flags(work[0], "tied", tmp_path / "run", *map(str, more))
     done = run([sys.executable, ROOT / "fsdp/train_fsdp.py", *flags])
+    said = "holds adapters: resume with fsdp/train_fsdp.py and"
     assert done.returncode == 2 and said in done.stderr.splitlines()[-1]
     assert not (tmp_path / "run").exists()
+    same = json.loads((at(run_folder, 4) / "trainer.json").read_text())["adapters"]
+    base = {"path": "a", "weights": "random", "seed": 3}
+    for before, now, said in (
+        (same, same | {"base": same["base"] | {"path": "moved"}}, None),
+        (None, same, "holds a whole model, no adapters"),
+        (same, same | {"rank": 8}, "rank was 4, is 8"),
+        (same, same | {"alpha": 8.0}, "alpha was 32.0, is 8.0"),
+        (same, same | {"base": base}, "base weights was "),
+        (same | {"base": base}, same | {"base": base | {"seed": 9}}, "base seed was 3, is 9"),
+        (same, same | {"base": same["base"] | {"bits": 4}}, "base bits was None, is 4"),
+    ):
+        if said is None:
+            refuse_other_adapters(run_folder, before, now)
+            continue
+        with refused(said):
+            refuse_other_adapters(run_folder, before, now)
 
 
-def test_adapters_do_not_continue_a_whole_model(work, tmp_path):
-    flags = run_flags(work[0], "tied", tmp_path / "whole", "--lora_rank", "0", "--max_steps", "1")
-    torchrun(1, ROOT / "fsdp/train_fsdp.py", *flags)
-    again = run_flags(work[0], "tied", tmp_path / "run", "--resume", tmp_path / "whole")
-    done = run([sys.executable, ROOT / "fsdp/train_fsdp.py", *again])
-    assert done.returncode == 2 and "holds a whole model, no adapters" in done.stderr
-    done = exported(tmp_path / "whole", tmp_path / "out", "--merge")
-    assert done.returncode == 2 and "--merge: " in done.stderr and "no adapters" in done.stderr
+def test_a_base_without_weights_takes_no_adapters(run_folder, work, tmp_path):
+    shutil.copytree(work[0] / "tied", tmp_path / "bare")
+    (tmp_path / "bare/model.safetensors").unlink()
+    with refused("bare, the adapters' base, has no weights"):
+        export(at(run_folder, 4), tmp_path / "out", merge=True, base=str(tmp_path / "bare"))

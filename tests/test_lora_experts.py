@@ -265,11 +265,3 @@ def test_what_experts_refuse(case):
     args["base_bits"] = 16
     with pytest.raises(UserError, match=said):
         choose_lora(SimpleNamespace(**{**args, **flags}), moe.MODELS[name], {})
-
-
-def test_attention_beside_experts_may_have_dropout():
-    how = {"lora_rank": 4, "lora_alpha": 32.0, "lora_dropout": 0.1, "base_bits": 16}
-    args = SimpleNamespace(lora_targets="o_proj,q_proj", **how)
-    lora = choose_lora(args, moe.MODELS["shared"], {})
-    assert lora.targets == ("q_proj", "o_proj")
-    assert lora.active == lora.parameters and not lora.routed

@@ -15,7 +15,7 @@ from llm_demo.core.attention import make_documents
 from llm_demo.core.decoder import Blocks, materialise, skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import position_ids
-from llm_demo.model.costs import flops_of_slot, param_count, sizes_of, unit_sizes
+from llm_demo.model.costs import flops_of_slot, param_count, sizes_of
 from llm_demo.model.model_folder import describe_model, open_model, try_describe
 from llm_demo.model.source import find_model, load_config, load_tokenizer
 from llm_demo.model.weights_files import open_weights
@@ -82,14 +82,6 @@ def test_random_weights_are_the_same_whoever_makes_them(name):
     assert (whole["model.norm.weight"] == 1).all()
 
 
-def test_random_weights_leave_the_generator_alone():
-    torch.manual_seed(1)
-    expected = torch.rand(3)
-    torch.manual_seed(1)
-    build(CONFIGS["qwen3"], None)
-    assert torch.equal(torch.rand(3), expected)
-
-
 def test_published_flops():
     """Qwen3-0.6B at S = 1024: 28 blocks of 119.5 MFLOP and a head of 933 MFLOP a token."""
     config = load_config(ROOT / "models/qwen3-0.6b", 1024)
@@ -121,14 +113,6 @@ def test_checkpointing_keeps_one_tensor_a_block_and_the_numbers():
     assert torch.equal(out, out2) and all(map(torch.equal, grads, grads2))
 
 
-def test_sizes_of_units():
-    small, large = (load_config(ROOT / f"models/qwen3-{n}", 1024) for n in ("0.6b", "8b"))
-    assert unit_sizes(small, 28, 0) == [4] * 7  # 16M parameters a block
-    assert unit_sizes(small, 18, 0) == [4, 4, 4, 3, 3]
-    assert unit_sizes(large, 36, 0) == [1] * 36  # 193M
-    assert unit_sizes(large, 5, 2) == [2, 2, 1]
-
-
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 YARN = {**ROPE, "rope_type": "yarn", "original_max_position_embeddings": 32}
@@ -151,16 +135,12 @@ WRONG = [
     # the download was interrupted
     ({"config.json": POINTER}, "config.json is a Git LFS pointer"),
     ({"model.safetensors": POINTER}, "model.safetensors is a Git LFS pointer"),
-    ({"tokenizer.json": POINTER}, "tokenizer.json is a Git LFS pointer"),
     ({INDEX: json.dumps({"weight_map": {NORM: SHARD}})}, f"{SHARD}: No such file"),
     ({"model.safetensors": b"half".ljust(999)}, "model.safetensors: .*header"),
     # an index of another kind
     ({INDEX: "[" * 10**5}, f"{INDEX}: maximum recursion"),
     ({INDEX: '{"weight_map": {"a": 5}}'}, f"{INDEX}: 'int' object"),
-    ({INDEX: '{"weight_map": ["a"]}'}, f"{INDEX}: 'list' object"),
-    ({INDEX: '{"weight_map": {"a": "."}}'}, "x: No such device"),
     ({INDEX: '{"weight_map": {"a": "model.safetensors"}}'}, "does not contain tensor a"),
-    ({"model.safetensors": "x"}, "model.safetensors"),
     ({"model.safetensors": None, "pytorch_model.bin": ""}, "save_pretrained"),
     # tensors
     ({"config.json": {"num_hidden_layers": 4, "layer_types": None}}, "weight model.layers.3"),
@@ -169,13 +149,11 @@ WRONG = [
     ({"config.json": {"intermediate_size": 50}},
      r"down_proj.weight has shape \[32, 48\], .* \[32, 50\]"),
     ({"model.safetensors": lambda t: {NORM: t[NORM].int()}}, f"{NORM} is of type I32"),
-    ({"model.safetensors": lambda t: {NORM: t[NORM].bool()}}, f"{NORM} is of type BOOL"),
     ({"model.safetensors": lambda t: {"a.b": t[NORM] + 1}}, "a.b is not a weight of this model"),
     # configuration
     ({"config.json": None}, "no model at"),
     ({"config.json": "{"}, "config.json"),
     ({"config.json": {"model_type": "gpt2"}}, "gpt2 is not one of qwen3, qwen2"),
-    ({"config.json": {"model_type": "nonsense"}}, "nonsense"),
     ({"config.json": {"model_type": "llama", "hidden_act": "foo"}}, "config.json: KeyError 'foo'"),
     ({"config.json": {"head_dim": None}}, "field 'head_dim'"),
     *(({"config.json": {key: 0}}, message)
@@ -185,12 +163,10 @@ WRONG = [
     ({"config.json": {"num_hidden_layers": 10**12}}, "num_hidden_layers 1000000000000 is not"),
     ({"config.json": {"pad_token_id": 10**9}}, "Padding_idx must be within num_embeddings"),
     ({"config.json": {"dtype": 5}}, "config.json: 'int' object has no attribute"),
-    ({"config.json": {"hidden_act": ["silu"]}}, "config.json: .*hidden_act"),
     (rope(rope_theta=0), "do not give 4 positive frequencies"),
     (rope(rope_theta="x"), "config.json: .*'str' and 'Tensor'"),
     (rope(rope_type="zzz"), "the rotary type zzz is not one of default, "),
     (scaling("mrope"), "the rotary type mrope is not one of default, "),
-    (scaling("ntk"), "the rotary type ntk is not one of default, "),
     (rope(**YARN, factor=-1), "do not give 4 positive frequencies"),
     (rope(**YARN), "config.json: KeyError .*factor"),
     (rope(**YARN, factor=2.0, attention_factor="x"), "config.json: "),
@@ -198,7 +174,6 @@ WRONG = [
     ({"tokenizer.json": None, "tokenizer_config.json": None, "chat_template.jinja": None},
      "--tokenizer_name_or_path"),
     ({"tokenizer.json": "{}"}, "tokenizer.json: Model missing"),
-    ({"tokenizer.json": "[]"}, "tokenizer.json: invalid type: sequence"),
     ({"tokenizer_config.json": {"tokenizer_class": 5}}, "x: 'int' obj"),
     ({"tokenizer_config.json": {"eos_token": {}}}, "x: Special token"),
     ({"tokenizer.json": None, "tokenizer.model": "x"}, "x: "),
@@ -208,7 +183,6 @@ WRONG = [
     ({"chat_template.jinja": "{% for m in messages %}"}, "chat template .*: line 1: Unexp"),
     # generation
     ({"generation_config.json": "{"}, "generation_config.json: Expecting"),
-    ({"generation_config.json": "[]"}, "generation_config.json: .*list"),
 ]  # fmt: skip
 
 
@@ -252,11 +226,6 @@ def test_a_wrong_folder_is_one_line(files, message, good, tmp_path, record_prope
     record_property("bad inputs", 1)
     with refused(message):
         opened(changed(good, tmp_path / "x", files))
-
-
-def test_a_right_folder(good):
-    config, weights, _, notes = opened(good)
-    assert config.tie_word_embeddings and weights and not notes
 
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

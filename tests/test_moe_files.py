@@ -6,30 +6,22 @@ import json
 import math
 import re
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, refused
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_checkpoint import WORLD
 from test_export import run_of
 from test_model import build
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
-    PreTrainedTokenizerFast,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
 )
 
-from llm_demo import fit
 from llm_demo.core.decoder import fill, make_units, materialise, skeleton
 from llm_demo.core.errors import UserError
-from llm_demo.machine.text import short
 from llm_demo.model import export_files
 from llm_demo.model.costs import (
     active_of,
@@ -41,7 +33,6 @@ from llm_demo.model.costs import (
     sizes_of,
     unit_sizes,
 )
-from llm_demo.model.model_folder import find_source
 from llm_demo.model.source import load_config
 from llm_demo.model.weights_files import open_weights
 from llm_demo.run.cut import costs, describe_split, parameters, split
@@ -112,14 +103,6 @@ def test_flops_are_of_active_weights_and_of_attentions_own_widths():
     assert flops_of_slot(sizes, 0) < 6 * active_of(QWEN) < 6 * parameters_of(QWEN) / 9
 
 
-def test_fit_proposes_what_trains_experts():
-    words = "--cards 8 --memory 140 --tokens_a_step 65536 --seq_len 4096".split()
-    found = fit.choices(QWEN, fit.parse([str(ROOT / "models/qwen3-moe-tiny"), *words]))
-    ways = {choice.way for choice in found}
-    flags = {"use_activation_checkpointing", "optimizer_on_host", "expert_parallel"}
-    assert ways == {fit.DEVICE, "fsdp_pp"} | flags
-
-
 @pytest.mark.parametrize("name", TINY)
 @pytest.mark.parametrize("pieces", [1, 2, 3, 4])
 @pytest.mark.parametrize("partition", ["balanced", "parameters"])
@@ -165,15 +148,6 @@ def test_units_of_blocks_of_different_sizes():
     assert [len(unit.blocks) for unit in units] == [1, 1, 2]
     assert [b for unit in units for b in unit.blocks] == list(lm.model.layers)
     assert math.prod(len(unit.blocks) for unit in units) == 2
-
-
-def test_a_skeleton_leaves_its_configuration_as_it_is():
-    config = copy.deepcopy(TINY["qwen3"])
-    before = dict(vars(config))
-    lm = skeleton(config, "math", product="grouped")
-    assert vars(config) == before
-    assert lm.config._attn_implementation == "packed_math"
-    assert lm.config._experts_implementation == "sorted_grouped"
 
 
 def random_model(name):
@@ -223,30 +197,12 @@ def test_weights_read_are_hugging_faces(name, how, tmp_path):
                 assert torch.equal(weights.read(key, part), whole[part]), (key, part)
 
 
-def test_only_what_is_asked_for_is_read(tmp_path, monkeypatch):
-    """Of each expert's tensor the rows, of no other expert anything, each file opened once."""
+def test_only_what_is_asked_for_is_read(tmp_path):
+    """Of each expert's tensor the rows, of no other expert anything."""
     saved("qwen3", tmp_path)
-    weights, read = open_weights(tmp_path), []
-
-    class Spy:
-        def __init__(self, *args):
-            self.opened = safe_open(*args)
-            read.append("open")
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def get_slice(self, name):
-            read.append(name)
-            return self.opened.get_slice(name)
-
-    monkeypatch.setattr("llm_demo.model.weights_files.safe_open", Spy)
-    key = "model.layers.0.mlp.experts.gate_up_proj"
-    values = weights.read(key, (slice(2, 4), slice(20, 30)))
-    assert read == ["open", *(f"model.layers.0.mlp.experts.{e}.up_proj.weight" for e in (2, 3))]
+    weights = open_weights(tmp_path)
+    part = slice(2, 4), slice(20, 30)
+    values = weights.read("model.layers.0.mlp.experts.gate_up_proj", part)
     assert weights.bytes_read == values.nbytes == 2 * 10 * 32 * 4
 
 
@@ -281,18 +237,7 @@ def test_bad_files_are_named_by_their_own_tensor(tmp_path):
             changed(tmp_path, change)
 
 
-def find(model, tokenizer=ROOT / "models/qwen3-tiny"):
-    """What the log says of a model that a run finds."""
-    args = SimpleNamespace(
-        model_name_or_path=str(model), chat_template=None, chat_template_kwargs=None,
-        learn_reasoning=True, seed=0, save=False,
-        tokenizer_name_or_path=str(tokenizer),
-    )  # fmt: skip
-    _, lines = find_source(args, WORLD, 64)
-    return lines
-
-
-def test_layers_of_multi_token_prediction_are_ignored(tmp_path, alone):
+def test_layers_of_multi_token_prediction_are_ignored(tmp_path):
     """As DeepSeek-V3's files hold one, after the model's last block; any other layer too many is
     refused."""
     saved("deepseek", tmp_path)
@@ -302,22 +247,6 @@ def test_layers_of_multi_token_prediction_are_ignored(tmp_path, alone):
         changed(tmp_path, lambda t: t.update(extra))
     changed(tmp_path, lambda t: t.update({"model.layers.4.eh_proj.weight": torch.ones(3)}))
     assert len(open_weights(tmp_path).ignored) == 3
-    small = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
-    small = PreTrainedTokenizerFast(tokenizer_object=small, eos_token="a")
-    small.save_pretrained(tmp_path / "tokenizer")
-    said = find(tmp_path, tmp_path / "tokenizer")
-    assert said[1].startswith("weights: ") and "multi-" in said[1]
-
-
-def test_the_log_names_both_sizes(alone):
-    """Of models without experts, whose parameters are all active, none."""
-    for name, size in (
-        ("qwen3-30b-a3b", "48 blocks, 30.5B parameters, 3.35B active, no weights"),
-        ("qwen3-moe-tiny", "4 blocks, 2.96M parameters, 1.63M active, no weights"),
-        ("qwen3-tiny", "6 blocks, no weights"),
-    ):
-        assert size in find(ROOT / "models" / name)[0]
-    assert [short(n) for n in (3_456, 354_848, 2_960_000)] == ["3,456", "354,848", "2.96M"]
 
 
 def test_random_models_have_zero_biases():

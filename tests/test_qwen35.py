@@ -407,14 +407,3 @@ def test_a_kernel_is_chosen_by_what_a_probe_finds(monkeypatch):
     assert decide()[:2] == ("chunked", False)
     faults.clear()
     assert "slow on a GPU; pip install fla-core" in decide()[2]
-
-
-def test_images_are_one_line(published, work, tmp_path):
-    part = {"type": "image", "image": "x.png"}
-    row = {"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": "a"}]}
-    (tmp_path / "x.jsonl").write_text(json.dumps(row))
-    flags = ["--model_name_or_path", published("tied")[0], "--dry_run"]
-    flags += ["--train_json", tmp_path / "x.jsonl"]
-    flags += ["--output_dir", tmp_path / "run"]
-    done = run([sys.executable, ROOT / "fsdp/train_fsdp.py", *flags])
-    assert done.returncode == 2 and "only text is supported" in done.stderr.splitlines()[-1]
