@@ -29,18 +29,17 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(TINY)
 
 
-@pytest.mark.parametrize("path, least", [(TRAIN, 500), (HELDOUT, 50)])
-def test_rows_are_conversations_and_differ(path, least):
-    rows = conversations(path)
-    assert len(rows) >= least
-    for number, messages in enumerate(rows, 1):
-        roles = [m["role"] for m in messages]
-        turns = roles[1:] if roles[0] == "system" else roles
-        assert turns and turns == ["user", "assistant"] * (len(turns) // 2), f"{path}:{number}"
-        for m in messages:
-            assert set(m) == {"role", "content"}, f"{path}:{number}"
-            assert m["content"] and m["content"] == m["content"].strip(), f"{path}:{number}"
-    assert len({words(messages) for messages in rows}) == len(rows)
+def test_rows_are_conversations_and_differ():
+    text = (ROOT / "data" / "README.md").read_text("utf-8")
+    for path in (TRAIN, HELDOUT):
+        rows = conversations(path)
+        assert len(rows) == int(re.search(rf"`{re.escape(path.name)}` \| (\d+)", text)[1])
+        for number, messages in enumerate(rows, 1):
+            roles = [m["role"] for m in messages]
+            turns = roles[1:] if roles[0] == "system" else roles
+            assert turns and turns == ["user", "assistant"] * (len(turns) // 2), number
+            assert all(m["content"] and m["content"] == m["content"].strip() for m in messages)
+        assert len({words(messages) for messages in rows}) == len(rows)
 
 
 def test_heldout_rows_are_not_trained_on():
@@ -51,13 +50,6 @@ def test_heldout_rows_are_not_trained_on():
     assert trained.isdisjoint(question(m) for m in conversations(HELDOUT))
     answers = {m[-1]["content"] for m in conversations(TRAIN)}
     assert answers.isdisjoint(m[-1]["content"] for m in conversations(HELDOUT))
-
-
-def test_readme_counts_the_rows():
-    text = (ROOT / "data" / "README.md").read_text("utf-8")
-    for path in (TRAIN, HELDOUT):
-        count = int(re.search(rf"`{re.escape(path.name)}` \| (\d+)", text)[1])
-        assert count == len(conversations(path))
 
 
 def test_special_tokens(tokenizer):
@@ -71,16 +63,12 @@ def test_special_tokens(tokenizer):
     # As in Qwen3: think marks are text a reader may want to see, the turn marks are not.
     ids = tokenizer.encode("<|im_start|><think>a</think><|im_end|>")
     assert tokenizer.decode(ids, skip_special_tokens=True) == "<think>a</think>"
-
-
-def test_configs_name_the_tokenizers_ids(tokenizer):
     config = AutoConfig.from_pretrained(TINY)
     assert config.eos_token_id == tokenizer.eos_token_id
-    assert config.pad_token_id == tokenizer.pad_token_id
     generation = json.loads((TINY / "generation_config.json").read_text())
     stops = [tokenizer.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|endoftext|>")]
     assert generation["eos_token_id"] == stops
-    assert generation["pad_token_id"] == tokenizer.pad_token_id
+    assert generation["pad_token_id"] == config.pad_token_id == tokenizer.pad_token_id
 
 
 def test_any_text_comes_back(tokenizer):

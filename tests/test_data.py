@@ -4,27 +4,20 @@ import dataclasses
 import itertools
 import multiprocessing
 import os
-import shutil
 import time
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from tiny_tokenizer import CHATML, golden, make_tokenizer, packs_of, skipped, turns_of
 from tiny_tokenizer import write as write_rows
-from transformers import Qwen3Config
 
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import Slice, collate, order_rows, real_tokens, step_rows
 from llm_demo.data.packs import best_fit, describe_example, prompts_of
-from llm_demo.data.sources import heldout_beside
 from llm_demo.machine import cache
-from llm_demo.machine.text import counted
-from llm_demo.run.cut import describe_split
-from llm_demo.run.plan import choose_horizon, usual_lr, with_max_docs
+from llm_demo.run.plan import with_max_docs
 
 SHARED = Path(__file__).parents[2] / "shared"
 TEXTS = ["a" * (i % 13) + f"{i:03d}" for i in range(200)]  # documents of 4 to 16 tokens with eos
@@ -122,27 +115,6 @@ def test_answers_of_a_conversation_are_its_last_turn(tmp_path):
     assert [word for word in asked if word.isdigit()] == ["1", "2", "3"]
     ((prompt, answer),) = prompts_of(packs, 1, len(prompt) - 1)  # no room: the turn before
     assert tokenizer.decode(answer, skip_special_tokens=True).split() == ["2"]
-
-
-def test_one_of_a_thing_is_said_in_the_singular(tmp_path):
-    assert counted(1, "row") == "1 row" and counted(2700, "row") == "2,700 rows"
-    assert counted(0, "process", "processes") == "0 processes"
-    said, path = [], write(tmp_path / "x.jsonl", ["a"])
-    packs = load(path, seq_len=0, log=said.append)
-    assert any("1 document, 2 tokens (1 learnt) in 1 row of 128" in line for line in said)
-    assert packs.documents.stats.seq_len_why.startswith("99% of 1 document have at most 2 tokens")
-    args = SimpleNamespace(
-        micro_batch_size=1, grad_accum_steps=1, max_steps=1, num_epochs=1.0, lr=0, warmup_steps=1,
-        lr_scheduler="cosine", seed=1, pack_sequences=True,
-    )  # fmt: skip
-    said += choose_horizon(args, 1, packs, None, usual_lr(True, None), {})[1]
-    said.append(describe_split([1, 1], [0, 1], Qwen3Config(num_hidden_layers=2), 1, 128, False))
-    for part in (
-        "batch: 1 row x 1 accumulated x 1 data-parallel = 1 row = 128 token slots",
-        "steps: 1 = 1 pass over 1 row; ", ", 1 step of warm-up", "the run of 1 step: ",
-        "stage 0: 1 block ", "stage 1: 1 block + head ",
-    ):  # fmt: skip
-        assert any(part in line for line in said), part
 
 
 def test_rows_with_nothing_to_learn_are_dropped_and_counted(tmp_path):
@@ -357,25 +329,6 @@ def test_cache_folder_from_the_environment(tmp_path, monkeypatch):
         load(str(tmp_path / "x.jsonl"), cache_dir=str(tmp_path / "file"))
 
 
-def test_a_half_written_build_is_invisible(tmp_path):
-    path = write(tmp_path / "x.jsonl")
-    load(path)
-    (folder,) = (tmp_path / "cache").iterdir()
-    shutil.rmtree(folder)
-
-    def killed(built):
-        Path(built, "tokens.int32").write_bytes(b"half")
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        cache.build(str(folder), killed)
-    assert os.listdir(tmp_path / "cache") == []
-    (tmp_path / "cache/building-dead").mkdir()  # what a killed process leaves
-    (tmp_path / "cache/building-dead/meta.json").write_text("{")
-    packs = load(path)
-    assert not packs.documents.stats.cache_hit and len(documents(packs)) == len(TEXTS)
-
-
 def test_what_killed_builds_have_left_is_removed_after_a_day(tmp_path):
     folder = tmp_path / "cache"
     for name, age in (("building-old", 2 * cache.DAY), ("building-new", cache.DAY // 2)):
@@ -422,25 +375,3 @@ def test_describe_example(tmp_path):
     packs = load(write(tmp_path / "x.jsonl", [text]), seq_len=8192)
     first, last = describe_example(packs, make_tokenizer()).split("\n[... 1,505 characters ...]\n")
     assert first == f"{text[0]}⟦{text[1:1499]}" and last == f"{text[-1496:]}<E>⟧"
-
-
-def test_heldout_beside(tmp_path):
-    path = write(tmp_path / "x.jsonl")
-    assert heldout_beside(path) is None
-    held_out = write(tmp_path / "x.heldout.jsonl")
-    assert heldout_beside(path) == held_out
-    assert heldout_beside(f"{path},{path}") is None
-    assert heldout_beside(f"{tmp_path}/*.jsonl") is None
-    assert heldout_beside(held_out) is None
-
-
-@pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared")
-def test_gsm8k_fills_98_percent(tmp_path):
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(SHARED / "models/qwen3-tokenizer")
-    keys = {"input_key": "question", "target_key": "answer", "cache_dir": str(tmp_path)}
-    packs = packs_of(str(SHARED / "data/gsm8k/train.jsonl"), tokenizer, seq_len=1024, **keys)
-    assert len(packs.row_docs) == 7473 and skipped(packs) == {}
-    assert packs.token_counts.sum() / (len(packs) * packs.seq_len) >= 0.98
-    assert Counter(packs.row_docs.tolist()) == Counter(range(7473))

@@ -60,16 +60,10 @@ def test_what_is_asked_for_beats_the_bundled_settings(kind):
     found = flags_for(kind, "--max_steps", "5", LR="1e-4", SEQ_LEN="")
     assert (found["max_steps"], found["lr"]) == ("5", "1e-4")
     assert "seq_len" not in found  # an empty setting leaves the choice to the script
-    for flags, environ in ((["--num_epochs", "2"], {}), ([], {"NUM_EPOCHS": "2"})):
-        found = flags_for(kind, *flags, **environ)
+    for found in (flags_for(kind, "--num_epochs", "2"), flags_for(kind, NUM_EPOCHS="2")):
         assert "max_steps" not in found and found["num_epochs"] == "2" and "seq_len" in found
-    for flags, environ in (
-        (["--num_epochs", "2", "--max_steps", "9"], {}),
-        ([], {"NUM_EPOCHS": "2", "MAX_STEPS": "9"}),
-    ):
-        found = flags_for(kind, *flags, **environ)
-        assert (found["max_steps"], found["num_epochs"]) == ("9", "2")
-    assert "max_steps" not in from_script("--num_epochs", "2")
+    found = flags_for(kind, NUM_EPOCHS="2", MAX_STEPS="9")
+    assert (found["max_steps"], found["num_epochs"]) == ("9", "2")
 
 
 def batch_of(kind, processes, *flags, **environ):
@@ -102,30 +96,29 @@ def test_a_pipeline_keeps_its_micro_batches(kind):
     expected = {2: (4, 4), 4: (2, 4), 8: (1, 4), 16: (1, 4)}
     assert {n: batch_of(kind, n)[:2] for n in expected} == expected
     assert "32 rows a step, not 16" in batch_of(kind, 16)[2] and not batch_of(kind, 8)[2]
-    assert batch_of(kind, 1, "--stages", "1") == (4, 4, "")
-    assert batch_of(kind, 4, STAGES="4") == (4, 4, "")
-    if kind == "pp":
-        assert batch_of(kind, 4, "--schedule", "dualpipev") == (2, 4, "")
 
 
-def test_ranks_that_share_rows_count_once():
-    assert batch_of("fsdp", 4, "--tensor_parallel", "2") == (4, 2, "")
-    assert batch_of("fsdp", 2, "--sequence_parallel", "2") == (4, 4, "")
-    assert batch_of("fsdp_pp", 4, "--tensor_parallel", "2") == (4, 4, "")
-
-
-def test_a_batch_that_is_asked_for_and_other_data_keep_theirs():
-    assert batch_of("fsdp", 1, GRAD_ACCUM_STEPS="1") == (4, 1, "")
-    assert batch_of("fsdp", 1, "--micro_batch_size", "2") == (2, 2, "")
-    assert batch_of("fsdp", 1, MICRO_BATCH_SIZE="") == (1, 2, "")
-    assert batch_of("fsdp", 1, TRAIN_JSON="my.jsonl") == (4, 2, "")
-    assert batch_of("fsdp", 1, "--model_name_or_path", "my") == (4, 2, "")
-    assert batch_of("fsdp", 1, MAX_STEPS="5") == (4, 4, "")
+@pytest.mark.parametrize("kind, processes, flags, environ, batch", [
+    # ranks that share rows count once
+    ("fsdp", 4, ["--tensor_parallel", "2"], {}, (4, 2)),
+    ("fsdp", 2, ["--sequence_parallel", "2"], {}, (4, 4)),
+    ("fsdp_pp", 4, ["--tensor_parallel", "2"], {}, (4, 4)),
+    ("fsdp_pp", 1, ["--stages", "1"], {}, (4, 4)),
+    ("pp", 4, [], {"STAGES": "4"}, (4, 4)),
+    ("pp", 4, ["--schedule", "dualpipev"], {}, (2, 4)),
+    # a batch that is asked for, and other data or another model, keep theirs
+    ("fsdp", 1, [], {"GRAD_ACCUM_STEPS": "1"}, (4, 1)),
+    ("fsdp", 1, ["--micro_batch_size", "2"], {}, (2, 2)),
+    ("fsdp", 1, [], {"MICRO_BATCH_SIZE": ""}, (1, 2)),
+    ("fsdp", 1, [], {"TRAIN_JSON": "my.jsonl"}, (4, 2)),
+    ("fsdp", 1, ["--model_name_or_path", "my"], {}, (4, 2)),
+    ("fsdp", 1, [], {"MAX_STEPS": "5"}, (4, 4)),
+])  # fmt: skip
+def test_other_batches(kind, processes, flags, environ, batch):
+    assert batch_of(kind, processes, *flags, **environ) == (*batch, "")
 
 
 def test_the_debuggers_entry_has_the_batch_of_one_process():
-    ours = from_script()
-    assert (ours["micro_batch_size"], ours["grad_accum_steps"]) == ("4", "4")
-    ours = from_script("--train_json", "my.jsonl")
-    assert (ours["micro_batch_size"], ours["grad_accum_steps"]) == ("4", "2")
-    assert "learning_rate" in from_script("--learning_rate", "1")  # refused later
+    for flags, accum in (((), "4"), (("--train_json", "my.jsonl"), "2")):
+        ours = from_script(*flags)
+        assert (ours["micro_batch_size"], ours["grad_accum_steps"]) == ("4", accum)

@@ -90,49 +90,38 @@ MASKED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", MASKED)
-def test_keys_of_tokenised_rows(tmp_path, case):
-    keys, ids, shifted = MASKED[case]
-    path, said = write(tmp_path / "x.jsonl", {"input_ids": IDS, **keys}), []
-    assert first(load(path, log=said.append)) == (ids, shifted)
-    assert not any("unused" in line for line in said)
+def test_keys_of_tokenised_rows(tmp_path):
+    for case, (keys, ids, shifted) in MASKED.items():
+        path, said = write(tmp_path / "x.jsonl", {"input_ids": IDS, **keys}), []
+        assert first(load(path, log=said.append)) == (ids, shifted), case
+        assert not any("unused" in line for line in said)
 
 
-CONTRADICTORY = {
+COMPLETION, REAL, LOSS = "completion_mask", "attention_mask", "loss_mask"
+REFUSED = [
     # keys of a row beside its ids, and what the message names
-    "masks": ({"completion_mask": [0, 0, 0, 1, 1], "loss_mask": [0, 0, 1, 1, 1]},
-              "contradict each"),
-    "labels": ({"completion_mask": [0, 0, 0, 1, 1], "labels": IDS},
-               "completion_mask and labels contradict each other"),
-    "padding learnt": ({"attention_mask": [1, 1, 1, 0, 0], "completion_mask": [0, 0, 1, 1, 0]},
-                       "'completion_mask' contradicts 'attention_mask'"),
-    "padding labelled": ({"attention_mask": [1, 1, 1, 0, 0], "labels": [-100, 6, 7, 8, -100]},
-                         "'labels' contradicts 'attention_mask'"),
-    "a hole": ({"attention_mask": [1, 1, 0, 1, 1]}, "'attention_mask' has a 0 between ones"),
-    "positions": ({"position_ids": [0, 1, 2, 0, 1]}, "'position_ids' must count from 0"),
-    "no positions": ({"position_ids": {"a": 1}}, "'position_ids' must be a list of whole"),
-    "length": ({"loss_mask": [0, 1]}, "'loss_mask' must be a list of numbers, one for each"),
-    "fractions": ({"loss_mask": [0, 0.5, 1, 1, 1]}, "'loss_mask' must be a list of whole"),
-    "nested": ({"attention_mask": [[1] * 5] * 5}, "'attention_mask' must be a list of whole"),
-    "empty labels": ({"labels": []}, "'labels' must be a list of numbers, one for each token"),
-    "empty mask": ({"completion_mask": []}, "'completion_mask' must be a list of numbers, one"),
-    "unknown": ({"prompt_mask": [1, 1, 0, 0, 0]}, "'prompt_mask' is not known beside 'input_ids'"),
-    "no suffix": ({"mask": [1, 1, 0, 0, 0]}, "'mask' is not known beside 'input_ids'"),
-    "collated": ({"cu_seq_lens_q": [0, 2, 5]}, "'cu_seq_lens_q' is not known beside"),
-    "a weight": ({"weight": 0.5}, "'weight' is not known beside 'input_ids'"),
-    "pixels": ({"pixel_values": [[1]]}, "'pixel_values' is not known beside 'input_ids'"),
-    "documents": ({"seq_lengths": [2, 3]}, "'seq_lengths' is not known beside 'input_ids'"),
-    "sequences": ({"sequence_ids": [0, 1]}, "'sequence_ids' is not known beside 'input_ids'"),
-    "document ids": ({"document_ids": [0, 1]}, "'document_ids' is not known beside 'input_ids'"),
-    "segments": ({"segment_ids": [0, 1]}, "'segment_ids' is not known beside 'input_ids'"),
-}  # fmt: skip
+    ({COMPLETION: [0, 0, 0, 1, 1], LOSS: [0, 0, 1, 1, 1]}, "contradict each other"),
+    ({COMPLETION: [0, 0, 0, 1, 1], "labels": IDS}, "completion_mask and labels contradict each"),
+    ({REAL: [1, 1, 1, 0, 0], COMPLETION: [0, 0, 1, 1, 0]}, "'completion_mask' contradicts 'att"),
+    ({REAL: [1, 1, 1, 0, 0], "labels": [-100, 6, 7, 8, -100]}, "'labels' contradicts 'attention"),
+    ({REAL: [1, 1, 0, 1, 1]}, "'attention_mask' has a 0 between ones"),
+    ({"position_ids": [0, 1, 2, 0, 1]}, "'position_ids' must count from 0"),
+    ({"position_ids": {"a": 1}}, "'position_ids' must be a list of whole"),
+    ({LOSS: [0, 1]}, "'loss_mask' must be a list of numbers, one for each"),
+    ({LOSS: [0, 0.5, 1, 1, 1]}, "'loss_mask' must be a list of whole"),
+    ({REAL: [[1] * 5] * 5}, "'attention_mask' must be a list of whole"),
+    ({"labels": []}, "'labels' must be a list of numbers, one for each token"),
+    ({COMPLETION: []}, "'completion_mask' must be a list of numbers, one"),
+]
+UNKNOWN = ("prompt_mask", "mask", "cu_seq_lens_q", "weight", "pixel_values", "seq_lengths",
+           "sequence_ids", "document_ids", "segment_ids")  # fmt: skip
+REFUSED += [({key: [1, 0]}, f"'{key}' is not known beside 'input_ids'") for key in UNKNOWN]
 
 
-@pytest.mark.parametrize("case", CONTRADICTORY)
-def test_keys_of_tokenised_rows_that_are_refused(tmp_path, case):
-    keys, message = CONTRADICTORY[case]
-    with pytest.raises(UserError, match=rf"x.jsonl:1: .*{message}"):
-        load(write(tmp_path / "x.jsonl", {"input_ids": IDS, **keys}))
+def test_keys_of_tokenised_rows_that_are_refused(tmp_path):
+    for keys, message in REFUSED:
+        with pytest.raises(UserError, match=rf"x.jsonl:1: .*{message}"):
+            load(write(tmp_path / "x.jsonl", {"input_ids": IDS, **keys}))
 
 
 def test_a_row_of_padding_is_skipped(tmp_path):
@@ -149,14 +138,14 @@ QUESTIONS = [
 ]
 
 
-@pytest.mark.parametrize("keys", [*QUESTIONS, ("prompt", "response")])
-def test_pairs_of_columns_that_are_detected(tmp_path, keys):
-    row = dict(zip(keys, ("hi", "yo"), strict=True))
-    assert first(load(write(tmp_path / "x.jsonl", row | {"id": 7}))) == golden(YO)
-    if keys in QUESTIONS:  # as Dolly has it
-        packs = load(write(tmp_path / "y.jsonl", row | {"context": "c", "input": ""}))
-        assert first(packs) == golden(YO.replace("hi", "hi\n\nc"))
-        assert packs.documents.stats.files[0].used == {"context": 1}
+def test_pairs_of_columns_that_are_detected(tmp_path):
+    for keys in (*QUESTIONS, ("prompt", "response")):
+        row = dict(zip(keys, ("hi", "yo"), strict=True))
+        assert first(load(write(tmp_path / "x.jsonl", row | {"id": 7}))) == golden(YO)
+        if keys in QUESTIONS:  # as Dolly has it
+            packs = load(write(tmp_path / "y.jsonl", row | {"context": "c", "input": ""}))
+            assert first(packs) == golden(YO.replace("hi", "hi\n\nc"))
+            assert packs.documents.stats.files[0].used == {"context": 1}
 
 
 OTHER_NAMES = {
@@ -179,20 +168,20 @@ def test_each_name_of_a_role(tmp_path):
             assert found == golden(f"{text}<S>assistant\n⟦b<E>⟧\n"), name
 
 
-@pytest.mark.parametrize("key", ["image", "images", "video", "videos", "audio", "audios"])
-def test_media_are_refused_by_each_name(key, tmp_path):
-    of_turn = messages(("user", "x"), ("assistant", "y"))
-    of_turn["messages"][0][key] = ["a"]
-    for row, where in (({**GOOD, key: ["a"]}, "this row"), (of_turn, r"messages\[0\]")):
-        with pytest.raises(UserError, match=f":1: {where} has '{key}', but only text"):
-            load(write(tmp_path / "x.jsonl", row))
+def test_media_are_refused_by_each_name(tmp_path):
+    for key in ("image", "images", "video", "videos", "audio", "audios"):
+        of_turn = messages(("user", "x"), ("assistant", "y"))
+        of_turn["messages"][0][key] = ["a"]
+        for row, where in (({**GOOD, key: ["a"]}, "this row"), (of_turn, r"messages\[0\]")):
+            with pytest.raises(UserError, match=f":1: {where} has '{key}', but only text"):
+                load(write(tmp_path / "x.jsonl", row))
 
 
-@pytest.mark.parametrize("kind", ["text", "input_text", "output_text", None])
-def test_text_parts_by_each_type(kind, tmp_path):
-    parts = [{"type": kind, "text": "h"}, {"type": kind, "text": "i"}]
-    row = {"messages": [{"role": "user", "content": parts}, *turns_of("hi", "yo")[1:]]}
-    assert first(load(write(tmp_path / "x.jsonl", row))) == golden(YO)
+def test_text_parts_by_each_type(tmp_path):
+    for kind in ("text", "input_text", "output_text", None):
+        parts = [{"type": kind, "text": "h"}, {"type": kind, "text": "i"}]
+        row = {"messages": [{"role": "user", "content": parts}, *turns_of("hi", "yo")[1:]]}
+        assert first(load(write(tmp_path / "x.jsonl", row))) == golden(YO)
 
 
 def test_a_null_or_empty_key_of_a_turn_is_no_key(tmp_path):
@@ -241,20 +230,6 @@ def test_one_call_in_any_encoding(tmp_path, way, template):
     learnt = '⟦[f] {"x": 1}<E>⟧\n<S>tool\n7<E>\n<S>assistant\n[f] {"x": 1}<E>\n'
     packs = load(path, make_tokenizer(template), seq_len=128)
     assert first(packs) == golden(f"<S>user\nhi<E>\n<S>assistant\n{learnt}")
-
-
-def test_a_call_keeps_its_place(tmp_path):
-    """What stands beside a function is not put into it, and a call may have no arguments."""
-    template = AS_TEXT.replace("c.function.arguments", "(c.function | tojson)")
-    turns = turns_of("hi", "")
-    for more in ({"type": "tool_use"}, {"extra_content": {"x": 1}}):
-        call = {"id": "1", "name": "f", "arguments": {}, **more}
-        nested = {"function": {"name": "f", "arguments": "{}"}, **more}
-        for each in (call, nested):
-            turns[1]["tool_calls"] = [each]
-            path = write(tmp_path / "x.jsonl", {"messages": turns})
-            text = '⟦[f] {"name": "f", "arguments": {}}<E>⟧\n'
-            assert first(load(path, make_tokenizer(template))) == golden(YO[:-8] + text), more
 
 
 def test_reasoning_by_other_names(tmp_path):
@@ -354,78 +329,65 @@ def messages(*turns):
 GOOD = {"prompt": "hi", "completion": "yo"}
 CALL = {"name": "f", "arguments": {}}
 TWICE = '{"x": 1, "x": 2}'
-BAD_ROWS = {
-    # what is in the file, what the message says beside the file's name
-    "broken": ([GOOD, '{"prompt": \n'], [":2: broken JSON", "column 11"]),
-    "control character": ([GOOD, '{"prompt": "a\tb"}\n'],
-                          [":2: broken JSON: Invalid control character at column 14"]),
-    "empty": (["\n"], ["is empty"]),
-    "unknown shape": ([{"a": 1, "b": 2}],
-                      [":1: unknown row format, keys: a, b", "messages", "--input_key"]),
-    "other shape": ([GOOD, {"text": "x"}],
-                    [":2: no 'prompt' or 'completion'", "keys: text", "prompt"]),
-    "null": ([GOOD, {"prompt": "x", "completion": None}],
-             [":2: completion must be text, not null"]),
-    "null content": ([messages(("user", None))], [":1: messages[0] must be text, not null"]),
-    "empty picture": ([messages(("user", [PART, {"type": "image", "image": "a", "text": ""}]))],
-                      [":1: messages[0] has a part of type 'image'"]),
-    "part of reasoning": ([messages(("user", "x"), ("assistant", [PART | {"type": "reasoning"}]))],
-                          [":1: messages[1] has a part of type 'reasoning'"]),
-    "two contents": ([{"messages": [{"from": "human", "content": "x", "value": "y"}]}],
-                     [":1: messages[0]: 'content' and 'value' differ: keep one"]),
-    "two reasonings": ([{"messages": [{"role": "assistant", "content": "x", "reasoning": "y",
-                                       "thinking": "z"}]}],
-                       [":1: messages[0]: 'reasoning' and 'thinking' differ: keep one"]),
-    "two arguments": ([{"messages": [{"role": "assistant", "tool_calls": [
-                          CALL | {"args": {"x": 1}, "parameters": {"x": 2}}]}]}],
-                      [":1: messages[0]: call of f: 'parameters' and 'args' differ: keep one"]),
-    "no arguments": ([{"messages": [{"role": "assistant", "tool_calls": [
-                         {"name": "f", "params": {"x": 1}}]}]}],
-                     [":1: messages[0]: the call of f has 'params' but no 'arguments': rename it"]),
-    "a key twice in a call": (
-        [{"conversations": [{"from": "function_call", "value": f'{{"name": "f", "x": {TWICE}}}'}]}],
-        [":1: broken JSON: an object has the key 'x' twice: 1 and 2"],
-    ),
-    "role": ([messages(("user", "x"), ("narrator", "y"))],
-             [":1: messages[1] has unknown role 'narrator'"]),
-    "two calls": ([{"messages": [{"role": "assistant", "tool_calls": [CALL],
-                                  "function_call": CALL}]}],
-                  [":1: messages[0] has tool_calls and function_call: keep one"]),
-    "arguments": ([{"messages": [{"role": "assistant",
-                                  "tool_calls": [{"name": "f", "arguments": "x"}]}]}],
-                  [":1: messages[0]: the arguments of f must be a JSON object: not"]),
-    "arguments with a key twice": (
-        [{"messages": [{"role": "assistant", "function_call": CALL | {"arguments": TWICE}}]}],
-        [":1: broken JSON: an object has the key 'x' twice"],
-    ),
-    "several choices": ([{"question": "q", "choices": ["a", "b"], "answer": "0"}],
-                        [":1: unknown row format, keys: question, choices, answer"]),
-    "one turn, text": ([{"role": "prompter", "text": "x"}],
-                       [":1: a row is one turn (role, text): collect the turns"]),
-    "columns": ([{"prompt": {"0": "x"}, "completion": {"0": "y"}}],
-                [":1: prompt must be text, not"]),
-    "no list": ([{"messages": "x"}],
-                [":1: 'messages' must be a list of turns, not"]),
-    "no turn": ([{"messages": ["x"]}], [":1: messages[0] must be an object, not"]),
-    "surrogate": ([{"text": "\ud83d"}], [":1: text contains half a surrogate pair"]),
-    "tool call": ([{"messages": [{"role": "assistant", "tool_calls": ["f"]}]}],
-                  [":1: messages[0]: tool_calls must be a list of function calls"]),
-    "reasoning": ([{"messages": [{"role": "assistant", "content": "x", "reasoning_content": 1}]}],
-                  [":1: messages[0]: reasoning_content must be text, not 1"]),
-    "tools": ([{**SAME_ROW["messages"], "tools": "{"}], [":1: 'tools' must be a list"]),
-}  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BAD_ROWS)
-def test_bad_rows_are_named(tmp_path, case):
-    rows, expected = BAD_ROWS[case]
-    path = write(tmp_path / "x.jsonl", *rows)
-    with pytest.raises(UserError) as error:
-        load(path)
-    assert path in str(error.value) and "\n" not in str(error.value)
-    for text in expected:
-        assert text in str(error.value)
-    assert not list(tmp_path.glob("*.cache/*"))  # nothing half-built is left behind
+def answer(**keys):
+    return {"messages": [{"role": "assistant", **keys}]}
+
+
+def calls(**keys):
+    return answer(tool_calls=[{"name": "f", **keys}])
+
+
+BAD_ROWS = [
+    # the last row of a file, and what the message says behind the file's name
+    ('{"prompt": \n', ":2: broken JSON: Expecting value at column 11"),
+    ('{"prompt": "a\tb"}\n', ":2: broken JSON: Invalid control character at column 14"),
+    ({"text": "x"}, ":2: no 'prompt' or 'completion' in this row, keys: text; the file is read as"),
+    ({"prompt": "x", "completion": None}, ":2: completion must be text, not null"),
+    ("\n", " is empty"),
+    ({"a": 1, "b": 2}, ":1: unknown row format, keys: a, b; accepted: messages, conv"),
+    (answer(content=None), ":1: messages[0] must be text, not null"),
+    (answer(content=[PART, {"type": "image", "image": "a", "text": ""}]),
+     ":1: messages[0] has a part of type 'image'"),
+    (answer(content=[PART | {"type": "reasoning"}]),
+     ":1: messages[0] has a part of type 'reasoning'"),
+    (answer(content="x", value="y"), ":1: messages[0]: 'content' and 'value' differ: keep one"),
+    (answer(content="x", reasoning="y", thinking="z"),
+     ":1: messages[0]: 'reasoning' and 'thinking' differ: keep one"),
+    (calls(args={"x": 1}, parameters={"x": 2}),
+     ":1: messages[0]: call of f: 'parameters' and 'args' differ: keep one"),
+    (calls(params={"x": 1}),
+     ":1: messages[0]: the call of f has 'params' but no 'arguments': rename it"),
+    (calls(arguments="x"), ":1: messages[0]: the arguments of f must be a JSON object: not"),
+    (calls(arguments=TWICE), ":1: broken JSON: an object has the key 'x' twice"),
+    ({"conversations": [{"from": "function_call", "value": f'{{"name": "f", "x": {TWICE}}}'}]},
+     ":1: broken JSON: an object has the key 'x' twice: 1 and 2"),
+    (answer(tool_calls=[CALL], function_call=CALL),
+     ":1: messages[0] has tool_calls and function_call: keep one"),
+    (answer(tool_calls=["f"]), ":1: messages[0]: tool_calls must be a list of function calls"),
+    (answer(content="x", reasoning_content=1),
+     ":1: messages[0]: reasoning_content must be text, not 1"),
+    (messages(("user", "x"), ("narrator", "y")), ":1: messages[1] has unknown role 'narrator'"),
+    ({"question": "q", "choices": ["a", "b"], "answer": "0"},
+     ":1: unknown row format, keys: question, choices, answer"),
+    ({"role": "prompter", "text": "x"}, ":1: a row is one turn (role, text): collect the turns"),
+    ({"prompt": {"0": "x"}, "completion": {"0": "y"}}, ":1: prompt must be text, not"),
+    ({"messages": "x"}, ":1: 'messages' must be a list of turns, not"),
+    ({"messages": ["x"]}, ":1: messages[0] must be an object, not"),
+    ({"text": "\ud83d"}, ":1: text contains half a surrogate pair"),
+    ({**SAME_ROW["messages"], "tools": "{"}, ":1: 'tools' must be a list"),
+]  # fmt: skip
+
+
+def test_bad_rows_are_named(tmp_path):
+    for row, expected in BAD_ROWS:
+        rows = (GOOD, row) if expected.startswith(":2") else (row,)
+        path = write(tmp_path / "x.jsonl", *rows)
+        with pytest.raises(UserError) as error:
+            load(path)
+        assert f"{path}{expected}" in str(error.value) and "\n" not in str(error.value)
+        assert not list(tmp_path.glob("*.cache/*"))  # nothing half-built is left behind
 
 
 def test_the_first_row_decides_for_the_whole_file(tmp_path):
@@ -434,73 +396,53 @@ def test_the_first_row_decides_for_the_whole_file(tmp_path):
         load(path)
 
 
-OTHER_ENCODINGS = {
-    "x.jsonl": ('{"text": "ok"}\n{"text": "é"}\n'.encode("latin-1"), ":2: not UTF-8"),
-    "x.csv": ("prompt,completion\ncafé,b\n".encode("latin-1"), ": can't be .* 'utf-8' codec"),
-    "wide.csv": ("prompt,completion\na,b\n".encode("utf-16"), ": can't be .* 'utf-8' codec"),
-    "wide.jsonl": ('{"text": "ok"}\n'.encode("utf-16"), ":1: not UTF-8"),
-    "wide.json": ('[{"text": "ok"}]'.encode("utf-32"), ":1: not UTF-8"),
-}  # fmt: skip
+def test_not_utf8_is_named(tmp_path):
+    for name, content, message in (
+        ("x.jsonl", '{"text": "ok"}\n{"text": "é"}\n'.encode("latin-1"), ":2: not UTF-8"),
+        ("x.csv", "prompt,completion\ncafé,b\n".encode("latin-1"), ": can't be .* 'utf-8' codec"),
+        ("x.tsv", "prompt\tcompletion\na\tb\n".encode("utf-16"), ": can't be .* 'utf-8' codec"),
+        ("y.jsonl", '{"text": "ok"}\n'.encode("utf-16"), ":1: not UTF-8"),
+        ("x.json", '[{"text": "ok"}]'.encode("utf-32"), ":1: not UTF-8"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=name + message):
+            load(str(tmp_path / name))
 
 
-@pytest.mark.parametrize("name", OTHER_ENCODINGS)
-def test_not_utf8_is_named(tmp_path, name):
-    content, message = OTHER_ENCODINGS[name]
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=name + message):
-        load(str(tmp_path / name))
+def test_flags_that_contradict(tmp_path):
+    for options, message in (
+        ({"input_key": "q", "target_key": "a"}, r":1: no 'q' or 'a'.*prompt, compl"),
+        ({"data_format": "messages"}, r":1: no 'messages'.*keys: prompt, compl"),
+        ({"input_key": "a", "target_key": "b", "data_format": "text"}, "does not accept"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load(write(tmp_path / "x.jsonl", GOOD), **options)
 
 
-BAD_FLAGS = {
-    "keys the file lacks": ({"input_key": "q", "target_key": "a"},
-                            r":1: no 'q' or 'a'.*prompt, compl"),
-    "format the file is not": ({"data_format": "messages"},
-                               r":1: no 'messages'.*keys: prompt, compl"),
-    "keys and format": ({"input_key": "a", "target_key": "b", "data_format": "text"},
-                        "does not accept"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", BAD_FLAGS)
-def test_flags_that_contradict(tmp_path, case):
-    options, message = BAD_FLAGS[case]
-    with pytest.raises(UserError, match=message):
-        load(write(tmp_path / "x.jsonl", GOOD), **options)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
+def test_missing_files(tmp_path):
+    for name, message in (
         ("none.jsonl", "no such data file: .*none.jsonl"),
         ("none*.jsonl", r"no data file matches .*none\*"),
         ("", "is a folder"),
-    ],
-)
-def test_missing_files(tmp_path, name, message):
-    with pytest.raises(UserError, match=message):
-        load(f"{tmp_path}/{name}", cache_dir=str(tmp_path / "cache"))
+    ):
+        with pytest.raises(UserError, match=message):
+            load(f"{tmp_path}/{name}", cache_dir=str(tmp_path / "cache"))
 
 
 def test_formats_are_the_flag_values():
     assert set(SAME_ROW) | {"text", "tokens"} == set(FORMATS)
 
 
-@pytest.mark.parametrize("kind", ["parquet", "csv"])
-def test_tables_that_datasets_wrote(kind, tmp_path):
+def test_tables_that_datasets_wrote(tmp_path):
     from datasets import Dataset
 
-    rows = {"question": ["1 + 1?", "Why?"], "answer": ["2", "Because."]}
-    getattr(Dataset.from_dict(rows), f"to_{kind}")(tmp_path / f"x.{kind}")
-    path = str(tmp_path / f"x.{kind}")
-    assert list(read_rows(path)) == [
-        (1, {"question": "1 + 1?", "answer": "2"}),
-        (2, {"question": "Why?", "answer": "Because."}),
-    ]
-
-
-@pytest.mark.parametrize("name", ["x[1].parquet", "x]y.parquet", "[!x]*?.parquet"])
-def test_a_parquet_file_with_a_globs_characters_in_its_name(name, tmp_path):
-    from datasets import Dataset
-
-    Dataset.from_dict({"prompt": ["a"]}).to_parquet(tmp_path / name)
-    assert [row for _, row in read_rows(f"{tmp_path}/{name}")] == [{"prompt": "a"}]
+    rows = Dataset.from_dict({"question": ["1 + 1?", "Why?"], "answer": ["2", "Because."]})
+    rows.to_csv(tmp_path / "x.csv")
+    # with a glob's characters in their names, too
+    for name in ("x.parquet", "x[1].parquet", "x]y.parquet", "[!x]*?.parquet"):
+        rows.to_parquet(tmp_path / name)
+    for path in tmp_path.iterdir():
+        assert list(read_rows(str(path))) == [
+            (1, {"question": "1 + 1?", "answer": "2"}),
+            (2, {"question": "Why?", "answer": "Because."}),
+        ]

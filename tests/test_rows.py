@@ -263,21 +263,6 @@ def test_one_turn_that_cannot_be_learnt_leaves_the_others(tmp_path):
     assert packs.documents.stats.turns[reasons.ENDS_INSIDE].turns == 1
 
 
-def test_an_answer_without_a_question_is_context(tmp_path):
-    turns = turns_of("", "a", "hi", "yo")[1:]
-    path, said = write(tmp_path / "x.jsonl", {"messages": turns}), []
-    packs = load(path, said=said)
-    assert first(packs) == golden(f"<S>assistant\na<E>\n{YO}")
-    assert f"data: 1 turn in 1 row is not learnt: {reasons.NO_PROMPT} (first {path}:1)" in said
-
-
-def test_a_row_with_all_turns_marked_is_named(tmp_path):
-    marked, good = turns_of("a", "b"), turns_of("hi", "yo")
-    marked[1]["weight"] = 0
-    path = write(tmp_path / "x.jsonl", {"messages": marked}, {"messages": good})
-    assert skipped(load(path)) == {labels.MARKED: 1}
-
-
 # ------------------------------------------------------------------ files
 
 

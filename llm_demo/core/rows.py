@@ -299,8 +299,7 @@ def real_tokens(batch: Batch, part: Slice = WHOLE_ROWS) -> torch.Tensor:
 def answers_of(index: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
     """The answer of each label: int64 [n], documents with labels numbered from 0. index: from
     label_positions; cu_seqlens: as in Batch. Call it on the CPU, like label_positions."""
-    documents = torch.searchsorted(cu_seqlens[1:].long(), index, right=True)
-    return documents.unique_consecutive(return_inverse=True)[1]
+    return document_of(index, cu_seqlens).unique_consecutive(return_inverse=True)[1]
 
 
 def position_ids(cu_seqlens: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:

@@ -276,13 +276,10 @@ def _count_left_out(
 def _count_keys(file: File, row: dict, row_format: RowFormat, template: str) -> None:
     """Count a row under each optional key that it uses and each key that nothing uses."""
     used, unused = keys_of(row, row_format)
-    for key in used:
-        if key in TOOLS and not has_variable(template, "tools"):
-            unused.append(key)
-        else:
-            file.used[key] += 1
-    for key in unused:
-        file.unused[key] += 1
+    if not has_variable(template, "tools"):
+        unused += [key for key in used if key in TOOLS]
+    file.used.update(key for key in used if key not in unused)
+    file.unused.update(unused)
 
 
 def _listed(rows: dict[str, int]) -> str:

@@ -18,7 +18,7 @@ from llm_demo.data.sources import content_of, find_files, suffix_of
 from llm_demo.flags.args import names_of
 from llm_demo.machine.cache import build
 from llm_demo.machine.files import cache_folder
-from llm_demo.machine.text import counted
+from llm_demo.machine.text import blame, counted
 
 PACK_VERSION = (
     11  # of a pack; increase it when the same files are read, labelled or stored differently
@@ -26,6 +26,7 @@ PACK_VERSION = (
 SPLIT_SEED = 0  # not --seed, so that runs with other seeds have the same held-out documents
 SHOWN = 1500  # characters from each end of a long example
 CONTENT_OF = "content of data file"  # in an identity, with its number
+DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)  # what read_documents raises
 DEFAULTS = {"learn_turns": "all", "learn_reasoning": True, "skip_bad_rows": False}
 MOST_DOCUMENTS = 200_000_000  # of all passes of a mixture: a few GB of numbers
 
@@ -55,20 +56,16 @@ def load_rows(
     codec = Codec(tokenizer, flags.train_on_prompt, last_only, flags.learn_reasoning)
     key, identity = _identify(files, codec, flags, limit)
     folder = os.path.join(cache_folder(), f"packs-{key}")
-    damage = None
     documents = None
     if os.path.isdir(folder):
-        documents, damage = _read(folder, files, identity, cache_hit=True)
-    if damage:
-        lines.append(f"data: the cached pack {folder} is damaged ({damage}); rebuilding it")
+        try:
+            documents = read_documents(folder, files, identity, cache_hit=True)
+        except DAMAGE as error:
+            lines.append(f"data: the cached pack {folder} is damaged ({error}); rebuilding it")
     if not documents:
         build(folder, lambda built: write_documents(built, files, codec, flags, limit))
-        documents, damage = _read(folder, files, identity, cache_hit=False)
-    if not documents:
-        raise UserError(
-            f"{folder} is damaged ({damage}) and could not be replaced: delete it, or set "
-            "LLM_DEMO_CACHE to another folder"
-        )
+        with blame(f"{folder} is damaged; delete it, or set LLM_DEMO_CACHE to another folder"):
+            documents = read_documents(folder, files, identity, cache_hit=False)
     everything = np.arange(len(documents.lengths))
     rows = in_rows(documents, [one_pass(documents, everything, flags.pack_sequences)])
     eos = None if codec.template else codec.tokenizer.eos_token
@@ -97,16 +94,6 @@ def _identify(files: list[str], codec: Codec, flags, limit: int) -> tuple[str, d
 
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _read(
-    folder: str, files: list[str], identity: dict, cache_hit: bool
-) -> tuple[Documents | None, object]:
-    """(the documents in a folder, None), or (None, what is wrong with it)."""
-    try:
-        return read_documents(folder, files, identity, cache_hit), None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return None, error
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:

@@ -15,7 +15,7 @@ from tokenizers import Encoding
 
 # Reasons why a turn is not learnt.
 REFUSED = "the chat template refuses the conversation"
-REWRITTEN = "the chat template does not keep the assistant text as given"
+REWRITTEN = "the chat template does not keep the assistant text as given, or does not end it"
 NO_REASONING = (
     "the chat template drops the turn's reasoning; keep it by a variable of the template "
     "(--chat_template_kwargs) or by another template (--chat_template)"
@@ -202,13 +202,8 @@ def _characters(
             if reasoning:
                 remarks.add(WITH_REASONING)
         return start, stop.start()
-    content, at = message["content"].strip(), _not_space(text, begin)
-    at = _not_space(text, at + len(content)) if text.startswith(content, at) else 0
-    ended = at == len(text) or codec.specials.match(text, at) and not codec.ends.match(text, at)
-    if content and at and ended and not message.get("tool_calls"):
-        raise NotLearnt(UNSTOPPED)
     end = codec.ends.search(text, begin)
-    body = text[begin : end.start()] if end else ""
+    body = text[begin : end.start() if end else len(text)]
     if reasoning and answer in body and "</think>" not in body:
         raise NotLearnt(NO_REASONING)
     raise NotLearnt(REWRITTEN)
