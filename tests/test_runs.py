@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -16,19 +15,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
-    LAUNCHERS,
     ROOT,
     args_with,
     command_line,
     logged,
-    refused,
     run,
     script_of,
     slow,
     smaller_model,
 )
 from safetensors.torch import load_file, save_file
-from test_checkpoint import flip, make, save, state
+from test_checkpoint import make, save, state
 from test_security import sign
 
 from llm_demo.core.errors import Stopped, UserError
@@ -193,19 +190,6 @@ def test_another_models_checkpoint_is_refused_before_data_is_read(kind, train, t
         train(kind, "--resume before --train_json absent.jsonl")
 
 
-def test_a_named_run_goes_on_from_the_checkpoint_before_a_damaged_one(train, tmp_path, capsys):
-    flags = "--save_every 1 --keep_last 0"
-    train("fsdp", f"{flags} --max_steps 2").rename(tmp_path / "before")
-    for name in ("trainer.json", ".metadata", "__0_0.distcp"):
-        shutil.rmtree(tmp_path / "again", ignore_errors=True)
-        shutil.copytree(tmp_path / "before", tmp_path / "again")
-        flip(tmp_path / "again/checkpoints/step_00000002" / name)
-        train("fsdp", f"{flags} --max_steps 2 --resume again --dry_run")
-        said = capsys.readouterr().out
-        assert f"step_00000002 skipped: {name} has changed since it was written" in said
-        assert "resume: again/checkpoints/step_00000001, after step 1" in said
-
-
 def test_overwrite_deletes_no_input(train, tmp_path):
     old_run(tmp_path / "out")
     shutil.copy(ROOT / "pp/ds_pp_2gpus.json", tmp_path / "out")
@@ -261,21 +245,6 @@ def test_a_run_without_its_records_ends(train, capsys):
     assert "no summary.json: metrics.jsonl holds no step" in capsys.readouterr().out
 
 
-def test_an_odd_identity_of_a_checkpoint_is_one_line(tmp_path):
-    save(make(tmp_path), 1)
-    step = tmp_path / "checkpoints/step_00000001"
-    facts = json.loads((step / "trainer.json").read_text())
-    for identity, message in (
-        ({}, "seed was None, is 1"),
-        ({"seed": [1]}, r"seed was \[1\], is 1"),
-        ("seed", "invalid identity: 'seed'"),
-    ):
-        (step / "trainer.json").write_text(json.dumps(facts | {"identity": identity}))
-        sign(step)
-        with refused(message):
-            make(tmp_path)
-
-
 def test_who_resumes_on_other_data_is_told_the_clean_way(train, tmp_path):
     train("fsdp", "--max_steps 1")
     (tmp_path / "new.jsonl").write_text('{"prompt": "Who?", "completion": "It is I."}\n' * 40)
@@ -319,15 +288,6 @@ def test_an_export_that_exists_is_left_and_said(train, capsys):
     assert contents(out / "hf") == before
 
 
-def test_overwrite_empties_what_a_link_points_to(tmp_path):
-    old_run(tmp_path / "elsewhere")
-    (tmp_path / "out").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
-    args = SimpleNamespace(overwrite=True, resume=None)
-    run_lock.take_folder(tmp_path / "out", args, None).close()
-    assert [p.name for p in (tmp_path / "elsewhere").iterdir()] == ["cmd.sh"]
-    assert (tmp_path / "out").is_symlink()
-
-
 def test_overwrite_from_within_the_runs_folder(train, tmp_path, monkeypatch):
     old_run(tmp_path / "out")
     monkeypatch.chdir(tmp_path / "out")
@@ -337,25 +297,18 @@ def test_overwrite_from_within_the_runs_folder(train, tmp_path, monkeypatch):
     assert os.path.samefile(".", tmp_path / "out")
 
 
-def test_overwrite_deletes_no_more_than_a_run(train, tmp_path, monkeypatch):
-    old_run(tmp_path / "out")
-    (tmp_path / "out/mine").mkdir()
-    (tmp_path / "out/mine/notes.txt").write_text("mine")
-    (tmp_path / "out/hf").mkdir()
+def test_overwrite_deletes_a_run_and_no_more(train, tmp_path, monkeypatch):
+    out = train("fsdp", "--max_steps 2 --export bf16 --profile_steps 2:2")
+    (out / "mine").mkdir()
+    (out / "mine/notes.txt").write_text("mine")
+    run_folder.delete_run(out)
+    assert {path.name for path in out.iterdir()} == {"cmd.sh", "mine"}  # cmd.sh is locked
+    (out / "config.json").write_text("{}")
     train("fsdp", "--overwrite --max_steps 1")
-    assert (tmp_path / "out/mine/notes.txt").read_text() == "mine"
-    assert not (tmp_path / "out/hf").exists()
-    assert (tmp_path / "out/metrics.jsonl").read_text() != "precious"
+    assert (out / "mine/notes.txt").read_text() == "mine"
     monkeypatch.chdir(tmp_path / "out/mine")
     with pytest.raises(UserError, match="the working folder is inside --output_dir "):
         run_folder.choose_folder(args_with(output_dir="..", overwrite=True), "fsdp")
-
-
-def test_overwrite_deletes_all_that_a_run_writes(train, tmp_path):
-    flags = "--max_steps 2 --export bf16 --profile_steps 2:2"
-    out = train("fsdp", flags)
-    run_folder.delete_run(out)
-    assert [path.name for path in out.iterdir()] == ["cmd.sh"]  # it is locked
 
 
 def test_nothing_is_written_into_another_run(train, tmp_path):
@@ -397,21 +350,15 @@ def test_a_file_is_replaced_not_what_a_link_at_its_part_points_to(tmp_path):
 
 
 def test_no_secret_of_the_environment_is_written_down(monkeypatch):
-    names = "TOKEN API_KEY SECRET PASSWORD CREDENTIALS AUTH PASSWD secret PWD Private db_url_pwd"
-    names = [*names.split(), "SIGNATURE"]
-    secret = {f"TORCH_{name}": "hunter2" for name in names}
-    for name, value in {**secret, "NCCL_DEBUG": "WARN", "OTHER": "hunter2"}.items():
+    names = "TOKEN API_KEY SECRET PASSWORD CREDENTIALS AUTH secret PWD Private SIGNATURE"
+    secret = {f"TORCH_{name}": "hunter2" for name in names.split()}
+    kernels = {"HSA_OVERRIDE_GFX_VERSION": "1", "CUBLAS_WORKSPACE_CONFIG": "1"}
+    for name, value in {**secret, **kernels, "NCCL_DEBUG": "WARN", "OTHER": "hunter2"}.items():
         monkeypatch.setenv(name, value)
     for name, (value, _) in ADDRESSES.items():
         monkeypatch.setenv(f"TORCH_{name}", value)
-    # what chooses devices and kernels
-    devices = "HSA_OVERRIDE_GFX_VERSION ROCR_VISIBLE_DEVICES ROCBLAS_LAYER HIPBLASLT_LOG_LEVEL "
-    devices += "GPU_MAX_HW_QUEUES FLASH_ATTENTION_TRITON_AMD_ENABLE CUBLAS_WORKSPACE_CONFIG"
-    devices = devices.split()
-    for name in devices:
-        monkeypatch.setenv(name, "1")
     found = environment(WORLD)["environment"]
-    assert found["NCCL_DEBUG"] == "WARN" and {*secret, *devices} <= found.keys()
+    assert found["NCCL_DEBUG"] == "WARN" and {*secret, *kernels} <= found.keys()
     assert {found[f"TORCH_{name}"] for name in ADDRESSES} == {
         kept for _, kept in ADDRESSES.values()
     }
@@ -445,25 +392,6 @@ def test_no_secret_of_a_flag_is_written_down_or_shown(tmp_path):
     assert run.env == {"environment": after}
 
 
-def test_cmd_sh_has_the_bytes_of_paths_that_are_not_utf8(tmp_path, monkeypatch):
-    here = tmp_path / "here\udcff"
-    (here / "röü").mkdir(parents=True)
-    monkeypatch.chdir(here)
-    stand_in = here / "python"
-    stand_in.write_text('#!/bin/sh\npwd; echo "$PYTHONUTF8 $@"\n')
-    stand_in.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(stand_in))
-    command_line(monkeypatch, "train.py", "--output_dir", "röü")
-    run_folder.describe_run(Path("röü"), {"output_dir": "here\udcff"}, WORLD)
-    assert json.loads(Path("röü/config.json").read_text()) == {"output_dir": "here\udcff"}
-    done = subprocess.run(["bash", "röü/cmd.sh"], capture_output=True, cwd=here)
-    script = os.fsencode(here / "train.py")
-    said = b"%s\n1 -m llm_demo.launch %s --output_dir r\xc3\xb6\xc3\xbc\n"
-    assert done.stdout == said % (os.fsencode(here), script), done.stderr
-    files.write_text(Path("page.md"), "of here\udcff\n")
-    assert Path("page.md").read_bytes() == b"of here\\udcff\n"
-
-
 def test_runs_of_the_same_second_have_names_of_their_own(tmp_path):
     args = args_with(model_name_or_path="m")
     chosen = [run_folder.choose_folder(args, "fsdp") for _ in range(3)]
@@ -490,16 +418,7 @@ def test_a_live_run_is_locked_before_its_checkpoints_are_read(flags, train, tmp_
     assert contents(tmp_path / "out") == before
 
 
-def test_a_run_killed_before_it_had_written_much_begins_again(train, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/cmd.sh").touch()
-    assert (train("fsdp", "--max_steps 1 --resume auto") / "summary.json").exists()
-
-
-def test_nothing_is_created_to_be_locked(train, tmp_path):
-    train("fsdp", "--max_steps 2 --resume auto --dry_run")
-    train("fsdp", "--max_steps 2 --resume auto --estimate")
-    assert not (tmp_path / "out").exists()
+def test_nothing_is_created_to_be_locked(tmp_path):
     args = SimpleNamespace(dry_run=True, estimate=False, overwrite=False, resume="auto")
     (tmp_path / "lost/checkpoints/step_00000001").mkdir(parents=True)  # and no cmd.sh
     assert run_lock.lock_folder(tmp_path / "lost", args) is None
@@ -561,8 +480,7 @@ def test_only_bad_steps_in_a_row_count():
     assert counts == [1, 2, 0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("name", ["a.weight", "a.weight.exp_avg"])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name, value", [("a.weight", torch.nan), ("a.weight.exp_avg", torch.inf)])
 def test_no_checkpoint_with_a_value_that_is_not_finite(name, value, tmp_path):
     checkpoints = make(tmp_path)
     save(checkpoints, 1)
@@ -582,35 +500,21 @@ def huge(weights):
     weights["model.norm.weight"].data.fill_(3e38)
 
 
-def test_all_ranks_of_a_launcher_end(tmp_path):
-    """A rate that blows the weights up: one line, exit code 2, the last good checkpoint stays."""
-    smaller_model(tmp_path / "tiny")
-    flags = "--seq_len 32 --max_steps 5000 --lr 1000 --weight_decay 1e9 --save_every 1 "
-    flags += "--warmup_steps 0 --grad_accum_steps 1 --sample_tokens 0 --eval_json none "
-    flags += "--model_name_or_path tiny "
-    flags = (flags + "--output_dir out").split()
-    done = run(["bash", LAUNCHERS["fsdp"], *flags], cwd=tmp_path, PYTHON=sys.executable)
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert done.returncode == 2 and len(set(errors)) == 1, done.stderr
-    assert "not finite" in errors[0] and "Traceback" not in done.stderr
-    assert "the last good checkpoint is out/checkpoints/step_0" in errors[0]
-    latest = tmp_path / "out/checkpoints" / (tmp_path / "out/checkpoints/latest").read_text()[:-1]
-    assert not checkpoint_files.problem_of(latest, WORLD)
-
-
 # ---------------------------------------------------------------- checkpoints and exports
 
 
 def test_a_background_checkpoint_is_of_copies(tmp_path, monkeypatch):
     """Training changes its tensors while the writing is held up."""
-    go_on, write = threading.Event(), checkpoint_files.write
+    go_on, mkdir = threading.Event(), os.mkdir
 
-    def slow(*args):
-        go_on.wait(20)
-        return write(*args)
+    def slow(path, *mode):
+        if ".part-" in str(path):
+            go_on.wait(20)
+        mkdir(path, *mode)
 
-    monkeypatch.setattr(checkpoint_files, "write", slow)
     checkpoints, tensors = make(tmp_path), state(1)
+    (tmp_path / "checkpoints").mkdir()
+    monkeypatch.setattr(os, "mkdir", slow)
     for step in (1, 2):  # the second time into the same buffers
         checkpoints.save(step, tensors, checkpoints.log.facts(), wait=False)
         for t in tensors.values():
