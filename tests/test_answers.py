@@ -89,34 +89,26 @@ def test_a_batch_that_does_not_fit_is_made_smaller(monkeypatch):
     assert evaluate.in_batches(None, torch.device("cpu"), work) == "done" and tried[-1] == 32
 
 
-def test_batches_take_the_longest_first_and_no_more_than_fit(monkeypatch):
-    monkeypatch.setattr(evaluate, "TOKENS", 20)
-    found = list(evaluate.batches([3, 30, 7, 6, 3, 3], 3, "x"))
-    assert found == [[1], [2, 3], [0, 4, 5]]
+def test_batches_take_the_longest_first_and_no_more_than_fit():
+    lengths = [n * evaluate.TOKENS // 20 for n in (3, 30, 7, 6, 3, 3)]
+    assert list(evaluate.batches(lengths, 3, "x")) == [[1], [2, 3], [0, 4, 5]]
 
 
-def test_seq_len_is_what_models_know_by_default(model, tokenizer, tmp_path, monkeypatch, capsys):
+def test_seq_len_is_what_models_know_by_default(model, tokenizer, tmp_path):
     model.save_pretrained(tmp_path / "m")
     tokenizer.save_pretrained(tmp_path / "m")
     text = " ".join(["word"] * 600)
     (tmp_path / "x.jsonl").write_text(f'{{"prompt": "a", "completion": "{text}"}}\n')
-    seen = []
-    monkeypatch.setattr(
-        evaluate, "load_rows",
-        lambda *a, load=evaluate.load_rows, **k: seen.append(load(*a, **k)) or seen[-1],
-    )  # fmt: skip
-    argv = ["--data", tmp_path / "x.jsonl", "--show", 1, "--dtype", "fp32"]
-
-    def lengths(*models):
-        seen.clear()
-        evaluate.main([*map(str, [*argv, "--models", *models])])
-        assert all(packs.seq_len == int(packs.token_counts[0]) for packs, _ in seen)
-        return [packs.seq_len for packs, _ in seen]
-
-    assert lengths(tmp_path / "m") == [256]
     shutil.copytree(tmp_path / "m", tmp_path / "short")
     config = json.loads((tmp_path / "m/config.json").read_text())
     config["max_position_embeddings"] = 128
     (tmp_path / "short/config.json").write_text(json.dumps(config))
-    # the same documents for both: as many tokens as both have positions for
-    assert lengths(tmp_path / "m", tmp_path / "short") == [128, 128]
+    # two models get the same documents: as many tokens as both have positions for
+    for names, seq_len in ((["m"], 256), (["m", "short"], 128)):
+        models = [str(tmp_path / name) for name in names]
+        flags = ["--data", tmp_path / "x.jsonl", "--show", 1, "--dtype", "fp32", "--out", tmp_path]
+        evaluate.main([*map(str, flags), "--models", *models])
+        found = json.loads((tmp_path / "evaluation.json").read_text())
+        tokens = [one["files"][0]["tokens"] for one in found["models"]]
+        assert found["seq_len"] == seq_len and len({*tokens}) == 1
+        assert seq_len - 32 < tokens[0] < seq_len

@@ -1,7 +1,6 @@
 """Checkpoints as files: which is found, past damage, after any kill."""
 
 import contextlib
-import dataclasses
 import math
 import os
 import random
@@ -16,7 +15,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, args_with, python, run
-from torch.distributed.checkpoint import filesystem
 
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
@@ -153,17 +151,6 @@ def test_keeps_the_last_and_the_best(tmp_path):
     assert not list((tmp_path / "checkpoints").glob(".part-*"))
 
 
-def test_keeps_the_best_that_was_evaluated_on_resume(tmp_path):
-    checkpoints = make(tmp_path, keep_last=1, early_stopping=1)
-    for step in (1, 2, 3):
-        checkpoints.log.evals = [(1, 5.0), (2, 3.0), (3, 4.0)] if step == 3 else [(1, 5.0)]
-        kept = {"keep_last": 2 if step == 2 else 1}
-        checkpoints.args = dataclasses.replace(checkpoints.args, **kept)
-        save(checkpoints, step)
-    kept = [p.name[-1] for p in checkpoint_files.published(tmp_path / "checkpoints")]
-    assert kept == ["3", "2"]
-
-
 def test_without_room_for_copies_training_waits(tmp_path, monkeypatch):
     """On this node, whose ranks all make copies."""
     tensors = {**state(1), **saver.rng_state(WORLD)}.values()
@@ -192,20 +179,6 @@ def test_memory_for_the_first_copies_is_there_before_they_are_made(tmp_path):
     checkpoints.finish()
     assert {name: checkpoints.staged[name].data_ptr() for name in state(2)} == prepared
     assert found(tmp_path)[0] == 2
-
-
-def test_writing_copies_waits_for_no_device(tmp_path, monkeypatch):
-    """dcp's own way waits for a stream every 10 MB: for the steps of rank 0, in a thread."""
-    waits = []
-    stream = SimpleNamespace(synchronize=lambda: waits.append(1), wait_stream=lambda other: None)
-    device = SimpleNamespace(current_stream=lambda: stream, stream=contextlib.nullcontext)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(filesystem, "_get_available_device_type", lambda: "cuda")
-    monkeypatch.setattr(filesystem, "_get_device_module", lambda kind: device)
-    tensors = {f"w{i}": torch.zeros(1_500_000) for i in range(4)}
-    (tmp_path / "c").mkdir()
-    checkpoint_files.write(tmp_path / "c/part", tensors, {"step": 1}, WORLD)
-    assert not waits
 
 
 def test_other_data_is_refused_with_the_difference_named(tmp_path):

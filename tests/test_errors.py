@@ -21,7 +21,6 @@ from conftest import (
     LAUNCHERS,
     ROOT,
     TINY,
-    args_with,
     environment,
     logged,
     processes_with,
@@ -39,7 +38,6 @@ from llm_demo import fit
 from llm_demo.machine.dist import run as run_main
 from llm_demo.machine.dist import start
 from llm_demo.machine.process import fault_of_environment
-from llm_demo.model.check_config import check_experts
 from llm_demo.model.families import FAMILIES
 
 DOWN = "model.layers.0.mlp.down_proj.weight"
@@ -190,12 +188,6 @@ def test_bad_input_of_two_processes(folder, record_property):
     nothing_is_lost(folder)
 
 
-def test_experts_that_ranks_cannot_share(folder):
-    config = AutoConfig.from_pretrained(folder / "odd")
-    with refused("--expert_parallel 2 does not divide 3, the experts"):
-        check_experts(args_with(expert_parallel=2, psgd_rank=0), config)
-
-
 # The same scripts' main(), in this process: a launch takes 5 s. (scripts, flags, what is said)
 # test_flags.py and test_bad_numbers.py have what is refused as it is parsed.
 OTHERS = "pp zero fsdp_pp"
@@ -210,7 +202,6 @@ BAD = [
     ("fsdp", f"{MODEL} trained --seq_len 100000", "--seq_len 100000.*positions up to 2048"),
     ("fsdp", f"{MODEL} 'finished run'", "finished run is the folder of a run, not a model"),
     ("fsdp", f"{MODEL} pipe", "no model at pipe"),
-    ("fsdp", f"{MODEL} ~nobody-here/x", "no model at ~nobody-here/x"),
     ("pp", f"{MODEL} ./{LONG}", "n/cmd.sh: File name too long"),
     ("fsdp pp", f"{MODEL} window {SHORT}", "last 8 tokens only"),
     (ALL, f"{MODEL} 'not finite' {SHORT} --dry_run", "not finite: lm_head.weight is not finite"),
@@ -226,12 +217,9 @@ BAD = [
     ("fsdp", "--chat_template broken.jinja", "--chat_template broken.jinja: line 1: "),
     ("pp", "--chat_template hello.jinja", "hello.jinja: not a chat template"),
     ("fsdp", "--chat_template pipe", "pipe is not a regular file"),
-    ("fsdp", "--chat_template 'no model'", "--chat_template no model: .*Is a directory"),
     ("fsdp", "--output_dir 'earlier run' --overwrite", "earlier run is not a run's folder"),
     (ALL, "--output_dir good.jsonl", "good.jsonl is a file"),
-    ("fsdp", "--output_dir good.jsonl/x", "good.jsonl/x: can't write to"),
     ("fsdp", "--output_dir /proc/x", "/proc/x: can't write to /proc"),
-    ("fsdp", "--output_dir pipe", "pipe is a file"),
     ("fsdp", "--output_dir bad\udcff", r"'bad\\udcff' is not UTF-8: give it another name"),
     ("fsdp", f"--output_dir {LONG}", "n: File name too long"),
     (ALL, f"--resume 'earlier run' {NO_DATA}", "earlier run: it has no intact checkpoint"),
@@ -246,8 +234,6 @@ BAD = [
     ("fsdp", "--train_json *.txt", "no data file matches"),
     ("fsdp", "--train_json 'no model'", "no model is a folder without training data"),
     ("fsdp", "--train_json pipe", "no such data file: pipe"),
-    ("fsdp", "--train_json /dev/zero", "no such data file: /dev/zero"),
-    ("fsdp", "--eval_json pipe", "no such data file: pipe"),
     ("fsdp", "--eval_json openai/gsm8k", "openai/gsm8k: name the split"),
     ("fsdp", "--data_format messages", "good.jsonl:1.*messages"),
     ("fsdp", "--train_json good.jsonl*0", "good.jsonl.0: a weight must be a number above 0"),
@@ -264,7 +250,6 @@ BAD = [
     *((kinds, f"--deepspeed_config ds{i}.json", said.replace("FILE", f"ds{i}.json"))
       for i, (kinds, _, said) in enumerate(SWITCHES)),
     ("pp zero", "--deepspeed_config pipe", "pipe is not a regular file"),
-    ("zero", "--deepspeed_config 'no model'", "no model: .*Is a directory"),
     # FSDP
     ("fsdp", "--replicas 3", "--replicas 3 does not divide 1, the processes"),
     ("fsdp", f"--psgd_rank 4 --replicas all {WITH_EXPERTS}",
@@ -307,8 +292,6 @@ def test_bad_input_of_one_process(kind, flags, message, folder, monkeypatch, rec
 
 @pytest.mark.parametrize("model, flag, message", [
     ("gpt2", "", "gpt2 is not one of qwen3"),
-    ("nobody/nothing", "", "no model at nobody/nothing"),
-    ("~nobody-here/x", "", "no model at ~nobody-here/x"),
     ("mrope", "", "mrope/config.json: the rotary type mrope is not one of default,"),
     ("trained", "--seq_len=4096", "--seq_len 4096: trained has positions up to 2048"),
     ("window", "--ckpt=1", "unrecognized arguments: --ckpt=1"),
@@ -317,7 +300,6 @@ def test_bad_input_of_one_process(kind, flags, message, folder, monkeypatch, rec
 def test_bad_input_of_fit(model, flag, message, folder, monkeypatch, record_property):
     record_property("bad inputs", 1)
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     flags = ["--cards=2", "--memory=32", "--tokens_a_step=65536", *flag.split()]
     with refused(re.escape(message)):
         fit.main([model, *flags])
@@ -352,24 +334,15 @@ def test_a_dying_rank_takes_all_along(kind, folder):
 ENVIRONMENT = [
     ({"RANK": "x"}, "RANK=x: must be a whole number, 0 or more"),
     ({"RANK": "5"}, "RANK=5: must be at most 0"),
-    ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0: must be a whole number, 1 or more"),
     ({"WORLD_SIZE": "2", "RANK": "1"}, "WORLD_SIZE=2 needs MASTER_ADDR: start it by its launcher"),
-    ({"LOCAL_RANK": "-3"}, "LOCAL_RANK=-3: must be a whole number, 0 or more"),
     ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999: must be at most 65535"),
-    ({"MASTER_PORT": "x"}, "MASTER_PORT=x: must be a whole number, 0 or more"),
     ({"GLOO_SOCKET_IFNAME": "nope0"}, "GLOO_SOCKET_IFNAME in the environment: .*for: nope0"),
 ]
 
 
-@pytest.fixture
-def no_gpu(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-
-
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would take the first GPU")
 @pytest.mark.parametrize("environ, message", ENVIRONMENT)
-def test_an_environment_without_a_group_is_one_line(
-    environ, message, monkeypatch, no_gpu, record_property
-):
+def test_an_environment_without_a_group_is_one_line(environ, message, monkeypatch, record_property):
     record_property("bad inputs", 1)
     for name in ALONE:
         monkeypatch.setenv(name, "")  # what the call sets is gone afterwards
@@ -379,7 +352,8 @@ def test_an_environment_without_a_group_is_one_line(
         start()
 
 
-def test_a_port_in_use_is_one_line(ended, monkeypatch, no_gpu, capsys, record_property):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would take the first GPU")
+def test_a_port_in_use_is_one_line(ended, monkeypatch, capsys, record_property):
     record_property("bad inputs", 1)
     with socket.create_server(("127.0.0.1", 0)) as busy:
         place = ALONE | {"WORLD_SIZE": 2, "MASTER_PORT": busy.getsockname()[1]}

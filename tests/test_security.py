@@ -328,16 +328,8 @@ EVIL = (
 def test_nothing_that_a_card_quotes_becomes_code_or_a_page(folder):
     """Nor front matter. All but the folder's name may come from elsewhere."""
     root = folder.parent.parent
-    keys = (
-        "model_name_or_path",
-        "train_json",
-        "parallelism",
-        "base_model",
-        "adapter",
-        "lr",
-        "seed",
-    )
-    settings = {**dict.fromkeys(keys, EVIL), "lora_rank": 4, "lora_targets": EVIL}
+    keys = "model_name_or_path train_json parallelism base_model adapter lr lora_targets"
+    settings = {**dict.fromkeys(keys.split(), EVIL), "lora_rank": 4}
     adapters = {**ADAPTERS, "base": {"path": EVIL}}
     (folder / "trainer.json").write_text(json.dumps(FACTS | {"adapters": adapters}))
     sign(folder)
@@ -361,13 +353,19 @@ def test_nothing_that_a_card_quotes_becomes_code_or_a_page(folder):
             card(folder, "x")
 
 
+@pytest.fixture
+def asked(monkeypatch):
+    """The questions on the terminal, all of which are answered with yes."""
+    questions = []
+    monkeypatch.setattr("builtins.input", lambda text: questions.append(text) or "y")
+    return questions
+
+
 REMOTE = {"auto_map": {"AutoConfig": "evil.Evil", "AutoTokenizer": ["evil.Evil", None]}}
 
 
-def test_a_configuration_brings_no_code(folder, tmp_path, monkeypatch):
+def test_a_configuration_brings_no_code(folder, tmp_path, asked):
     """Unless told not to, transformers asks on the terminal whether to run it."""
-    asked = []
-    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "y")
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')")
     config = {"model_type": "mine", **REMOTE}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -409,16 +407,7 @@ def a_row(folder):
 
 
 def evaluate_it(model):
-    flags = [
-        "--models",
-        model,
-        "--data",
-        a_row(model.parent),
-        "--seq_len",
-        64,
-        "--max_new_tokens",
-        1,
-    ]
+    flags = ["--models", model, "--data", a_row(model.parent), "--seq_len=64", "--max_new_tokens=1"]
     args = evaluate.make_parser().parse_args(list(map(str, flags)))
     return evaluate.evaluate(str(model), args, WORLD.device, torch.float32)
 
@@ -446,10 +435,8 @@ def refused_by_all(uses, model, message):
         assert "\n" not in str(raised.value)
 
 
-def test_a_good_model_is_used_and_no_module_beside_it(model, tmp_path, monkeypatch):
+def test_a_good_model_is_used_and_no_module_beside_it(model, tmp_path, asked):
     """transformers can take generate() from a model's folder, if it may run its code."""
-    asked = []
-    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "y")
     (model / "custom_generate").mkdir()
     for name in ("custom_generate/generate.py", "modeling_llama.py", "tokenization.py"):
         (model / name).write_text(f"open({str(tmp_path / 'marker')!r}, 'w')\n")
@@ -523,11 +510,8 @@ def test_a_chat_template_runs_in_a_sandbox(template, tmp_path):
 
 
 def test_packs_of_a_shared_cache_are_not_unpickled(tmp_path, monkeypatch):
-    rows, tokenizer, cache = (
-        a_row(tmp_path),
-        AutoTokenizer.from_pretrained(TINY),
-        tmp_path / "cache",
-    )
+    rows, tokenizer = a_row(tmp_path), AutoTokenizer.from_pretrained(TINY)
+    cache = tmp_path / "cache"
     load = lambda: packs_of(rows, tokenizer, seq_len=64, cache_dir=str(cache))  # noqa: E731
     load()
     payload = np.array([Command(os.system, f"touch {tmp_path}/marker")], object)
@@ -549,14 +533,6 @@ def test_an_index_of_weights_stays_in_its_folder(name, model):
         open_weights(model)
 
 
-def test_weights_of_other_formats_are_refused(tmp_path):
-    for name in ("pytorch_model.bin", "model.pth"):
-        (tmp_path / name).write_bytes(pickle.dumps(Command(os.system, "true")))
-        with pytest.raises(UserError, match="weights must be model.safetensors"):
-            open_weights(tmp_path)
-        (tmp_path / name).unlink()
-
-
 @pytest.mark.parametrize("reader", [open_weights, lambda folder: weights_in([*folder.iterdir()])])
 def test_weights_are_no_pickle_whatever_their_name(reader, tmp_path):
     """Of a model, and of a base in 4 bits in the cache."""
@@ -567,7 +543,7 @@ def test_weights_are_no_pickle_whatever_their_name(reader, tmp_path):
     assert not (tmp_path / "marker").exists()
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "part"])
+@pytest.mark.parametrize("name", ["model.safetensors", "part"])
 def test_weights_that_are_no_file_are_refused(name, tmp_path, record_property):
     """A pipe would be waited for without end. A link may be left of a cache of downloads."""
     record_property("bad inputs", 4)
