@@ -82,7 +82,7 @@ def load_config(folder: Path, max_len: int, weights_elsewhere: bool = False):
     this folder has none. Raises UserError if this project can't train it exactly."""
     with blame(folder / "config.json"):
         raw = json.loads((folder / "config.json").read_text("utf-8"))
-        blocks = (raw.get("text_config") or raw).get("num_hidden_layers")
+        blocks = (raw.get("text_config") or raw).get("num_hidden_layers", 1)
         if blocks not in range(1, MOST_BLOCKS):  # transformers makes a list of them
             raise ValueError(f"num_hidden_layers {blocks!r} is not from 1 to {MOST_BLOCKS}")
         config = text_part(read_config(folder))
