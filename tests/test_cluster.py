@@ -1,6 +1,5 @@
 """The templates in cluster/: what they run, with stand-ins for Slurm's and SkyPilot's commands."""
 
-import json
 import os
 import re
 import shutil
@@ -8,10 +7,9 @@ import signal
 import subprocess
 import time
 
-import psutil
 import pytest
 import yaml
-from conftest import ROOT, environment, python, smaller_model
+from conftest import ROOT, environment, python
 
 BATCH = ROOT / "cluster/slurm.sbatch"
 TASK = ROOT / "cluster/skypilot.yaml"
@@ -121,33 +119,6 @@ def test_the_batch_shell_outlives_its_own_sigterm(slurm, tmp_path):
         os.kill(int(task), signal.SIGTERM)
     said, _ = job.communicate(timeout=30)
     assert job.returncode == 75 and calls(tmp_path) == ["requeue 31"], said
-
-
-@pytest.mark.slow
-def test_a_job_out_of_time_saves_and_the_next_one_ends_the_run(slurm, tmp_path):
-    """The real launcher on both nodes. SIGTERM to every process of the step, as Slurm sends it."""
-    flags = f"--model_name_or_path {smaller_model(tmp_path / 'model')} --max_steps 400 "
-    flags += f"--train_json {ROOT}/data/sft_en.jsonl --seq_len 32 --micro_batch_size 1 "
-    flags += "--eval_json none --sample_tokens 0 --log_every 1 --grad_accum_steps 1"
-    settings = {"NPROC_PER_NODE": "1", "OUTPUT_DIR": str(tmp_path / "run")}
-    job = slurm(ROOT / "fsdp/launch_fsdp.sh", *flags.split(), **settings)
-    metrics = tmp_path / "run/metrics.jsonl"
-    until = time.monotonic() + 60
-    while not metrics.exists() or '"step": 3,' not in metrics.read_text():
-        assert job.poll() is None and time.monotonic() < until, job.stdout.read()
-        time.sleep(0.05)
-    for task in (tmp_path / "tasks").read_text().split():
-        for process in [psutil.Process(int(task)), *psutil.Process(int(task)).children(True)]:
-            process.send_signal(signal.SIGTERM)
-    said, _ = job.communicate(timeout=60)
-    assert job.returncode == 75 and calls(tmp_path) == ["requeue 31"], said
-    assert "slurm.sbatch" not in said and "has saved: the job goes back to the queue" in said
-
-    steps = max(json.loads(line)["step"] for line in open(metrics)) + 2
-    again = slurm(ROOT / "fsdp/launch_fsdp.sh", *flags.split(), "--max_steps", steps, **settings)
-    said, _ = again.communicate(timeout=60)
-    assert again.returncode == 0 and calls(tmp_path) == ["requeue 31"], said
-    assert f"after step {steps - 2}, " in said and f"step {steps}/{steps} |" in said
 
 
 def test_what_slurm_reads():

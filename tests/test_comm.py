@@ -1,6 +1,5 @@
 """The light timer: against sleeps of a known length, and in a run against the profiler's trace."""
 
-import gzip
 import json
 from types import SimpleNamespace
 
@@ -31,7 +30,16 @@ everyone = [None] * 2
 timer.remove()
 assert dist.all_reduce is original
 dist.all_gather_object(everyone, operations)
+from llm_demo.core.mesh import World
 from llm_demo.core.timer import waiting
+from llm_demo.run.records import Gather
+gather = Gather(World(rank, 2, rank, torch.device("cpu")))
+for step in range(4):  # one rank's operations change
+    some = {"a": (1.0, 6.0 if rank else 3.0)}
+    if rank and step in (1, 2):
+        some["b"] = (7.0, 8.0)
+    rows, waits = gather.step([float(step), float(rank)], some)
+    assert (rows, waits) == ([[step, 0], [step, 1]], [0, 3])
 found = ["FOUND", rank, busy, exposed, waiting(everyone)[rank]]
 sys.stdout.write(" ".join(map(str, [*found, sorted(operations, key=str)])) + "\\n")
 dist.destroy_process_group()
@@ -49,29 +57,6 @@ def test_union_and_waiting():
     # a wait for a signal of copy engines, which the other rank does not wait for as long
     only = ("copied wait_signal", "", 0)
     assert waiting([{only: (0, 12)}, {only: (9, 10)}]) == [12, 1]
-
-
-CHANGING = """
-import torch, torch.distributed as dist
-from llm_demo.core.mesh import World
-from llm_demo.run.records import Gather
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-gather = Gather(World(rank, 2, rank, torch.device("cpu")))
-for step in range(4):
-    operations = {"a": (1.0, 6.0 if rank else 3.0)}
-    if rank and step in (1, 2):
-        operations["b"] = (7.0, 8.0)
-    rows, waits = gather.step([float(step), float(rank)], operations)
-    assert rows == [[step, 0], [step, 1]], rows
-    assert waits == [0, 3], waits
-dist.destroy_process_group()
-"""
-
-
-def test_measurements_are_exchanged_when_one_ranks_operations_change(tmp_path):
-    (tmp_path / "changing.py").write_text(CHANGING)
-    torchrun(2, tmp_path / "changing.py")
 
 
 def test_exposed_is_communication_that_the_compute_stream_waits_for():
@@ -94,41 +79,6 @@ def test_exposed_is_communication_that_the_compute_stream_waits_for():
     assert [*operations.values()] == [pytest.approx((1, 10)), pytest.approx((20, 21))]
 
 
-def test_a_send_is_waited_for_before_its_time_is_read():
-    """It lies on a stream that the compute stream does not wait for."""
-
-    class Event(_Clock):
-        over = False
-
-        def synchronize(self):
-            self.over = True
-
-        def elapsed_time(self, later):
-            assert later.over or later is start, "device not ready"
-            return super().elapsed_time(later)
-
-    timer, (origin, start, end) = CommTimer(torch.device("cpu"), 0, 2), (Event() for _ in range(3))
-    for event in (origin, start, end):
-        event.record()
-    busy, *_ = timer.read(([((0, 1, "", 0), start, end, False, 0.0)], []), origin)
-    assert busy >= 0
-
-
-def test_events_are_used_again(monkeypatch):
-    """Waits of the compute stream: 50 events a step otherwise, for the whole run."""
-    timer, made = CommTimer(torch.device("cpu"), 0, 2), []
-    timer._new = lambda: made.append(_Clock()) or made[-1]
-    timer.compute, stream = 1, SimpleNamespace(cuda_stream=1)
-    monkeypatch.setattr(_Clock, "record", lambda self, stream=None: setattr(self, "at", 0.0))
-    origin = _Clock()
-    origin.record()
-    for _ in range(5):
-        for _ in range(10):
-            timer._timed_wait(lambda stream: None, (stream,), {})
-        timer.read(timer.take(), origin)
-    assert len(made) == 20
-
-
 def test_operations_of_different_groups_are_kept_apart(monkeypatch):
     """However it is passed: waits are compared with those of ranks in the same group only."""
     gather = lambda output, input, group=None, async_op=False: None  # noqa: E731
@@ -149,66 +99,28 @@ def test_operations_of_different_groups_are_kept_apart(monkeypatch):
     assert [op[0] for op in timer.take()[0]] == expected
 
 
-class Device:
+class Stream:
     """A stream and its host in simulated milliseconds, with as much of torch.cuda as is timed."""
 
-    def __init__(self):
-        self.host, self.free, self.true = 0.0, 0.0, []  # free: when the stream will be
-        self.cuda_stream = 1
+    cuda_stream, host, free = 1, 0.0, 0.0  # free: when the stream will be
 
-    def kernel(self, ms, communicates=False):
-        self.host += 0.006
-        start = max(self.host, self.free) + 0.003
-        self.free = start + ms
-        if communicates:
-            self.true.append((start, self.free))
-        self.host += 0.004  # before the call returns
+    def launch(self, ms):
+        self.free = max(self.host, self.free) + ms
 
     def event(self):
-        device = self
+        stream = self
 
         class Event:
             def record(self):
-                device.host += 0.002
-                self.at = max(device.host, device.free)
+                self.at = max(stream.host, stream.free)
 
             def query(self):
-                device.host += 0.001
-                return self.at <= device.host
-
-            def synchronize(self):
-                device.host = max(device.host, self.at)
+                return self.at <= stream.host
 
             def elapsed_time(self, later):
                 return later.at - self.at
 
         return Event()
-
-
-def timer_of(device, monkeypatch):
-    monkeypatch.setattr("llm_demo.core.timer.time.perf_counter", lambda: device.host / 1e3)
-    monkeypatch.setattr("torch.cuda.current_stream", lambda: device)
-    timer = CommTimer(torch.device("cuda"), 0, 2)
-    timer._new, timer.compute = device.event, device.cuda_stream
-    return timer
-
-
-@pytest.mark.parametrize("scale", [1, 0.05])
-def test_events_are_right_unless_the_host_is_late(scale, monkeypatch):
-    """A recorded step of a pipeline, on a stream that is simulated; short kernels keep it idle."""
-    with gzip.open(ROOT / "tests/traces/h200_pipeline_rank0.json.gz") as f:
-        events = sorted(json.load(f)["traceEvents"], key=lambda e: e["ts"])
-    device = Device()
-    timer = timer_of(device, monkeypatch)
-    origin = timer.event()
-    for event in events:
-        ms = scale * event["dur"] / 1e3
-        if "nccl" in event["name"]:
-            timer._timed("send", lambda ms, _: device.kernel(ms, True), (ms, 1), {})
-        else:
-            device.kernel(ms)
-    busy, _, _ = timer.read(timer.take(), origin)
-    assert busy == pytest.approx(union(device.true), rel=0.05, abs=in_gaps(3))
 
 
 @pytest.mark.parametrize(
@@ -219,27 +131,25 @@ def test_events_are_right_unless_the_host_is_late(scale, monkeypatch):
 def test_a_late_launch_is_no_communication(name, before, expected, monkeypatch):
     """The host takes 5 ms from the first event to the last launch. A stream that has work until
     then does not wait, and the copies of an operation may be launched before."""
-    device = Device()
-    timer = timer_of(device, monkeypatch)
+    stream = Stream()
+    monkeypatch.setattr("time.perf_counter", lambda: stream.host / 1e3)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda: stream)
+    timer = CommTimer(torch.device("cuda"), 0, 2)
+    timer._new, timer.compute = stream.event, stream.cuda_stream
     origin = timer.event()
 
     def operation():
         if name.startswith("copied"):
-            device.kernel(1, True)
-        device.host += 5
-        device.kernel(2, True)
+            stream.launch(1)
+        stream.host += 5
+        stream.launch(2)
 
     if before:
-        device.kernel(before)
+        stream.launch(before)
     timer._timed(name, operation, (), {})
     busy, exposed, operations = timer.read(timer.take(), origin)
-    assert busy == exposed == pytest.approx(expected[1] - expected[0], abs=in_gaps(1))
-    assert [*operations.values()] == [pytest.approx(expected, abs=in_gaps(2))]
-
-
-def in_gaps(operations) -> float:
-    """Milliseconds between an operation and its two events that are nobody's fault."""
-    return operations * 2 * 0.01
+    assert busy == exposed == pytest.approx(expected[1] - expected[0])
+    assert [*operations.values()] == [pytest.approx(expected)]
 
 
 def test_who_waits_for_whom(tmp_path):
@@ -288,7 +198,7 @@ def assert_agrees(rank, profile, busy, exposed):
     operation, and by the time in which the device had nothing to do, as its host was late."""
     truth = profile["ranks"][rank]
     idle = truth["total"] - truth["compute"] - truth["exposed"]
-    apart = idle + in_gaps(sum(n for _, n, _ in truth["kinds"].values()))
+    apart = idle + 0.02 * sum(n for _, n, _ in truth["kinds"].values())
     said = f"rank {rank}: events {busy}, {exposed}; trace {truth['comm']}, {truth['exposed']}"
     assert truth["comm"] * 0.95 - apart <= busy <= truth["comm"] * 1.05 + apart, said
     assert exposed <= truth["exposed"] * 1.05 + apart, said

@@ -118,8 +118,12 @@ REFUSED = [
     ("fsdp", "--input_key a --target_key a", "--input_key and --target_key both name 'a': a "
      "question and its answer are two columns"),
     ("fsdp", "--max_steps 0 --num_epochs 0", "--max_steps 0 needs --num_epochs above 0"),
-    ("fsdp", "--profile_steps 3",
-     "--profile_steps 3: must be two steps such as 5:7"),
+    ("fsdp", "--profile_steps 3", "--profile_steps 3: must be two steps such as 5:7"),
+    ("fsdp", "--profile_steps 5:3", "--profile_steps 5:3: must be in order, counted from 1"),
+    ("fsdp", "--profile_steps 0:2", "--profile_steps 0:2: must be in order, counted from 1"),
+    ("fsdp_pp", "--fp8 rowwise --fp16", "--fp8 does not work with --dtype fp16: it takes bf16"),
+    ("zero", "--save_every 5 --no_save", "--save_every does not work with --no_save"),
+    ("fsdp", "--psgd_rank 4", "--psgd_rank needs --replicas: it compresses sums over them"),
     ("fsdp", "--early_stopping 1 --eval_every 4 --save_every 3", "--early_stopping: --eval_every 4 "
      "must be a multiple of --save_every 3, so that the best checkpoint exists"),
     ("fsdp", "--copy_engines --dtype fp32", "--copy_engines requires --dtype bf16 or fp16"),
@@ -183,19 +187,6 @@ def test_the_flag_that_is_meant_is_suggested(given, meant, record_property):
         args.parse_args("", argv=[f"--{given}", "1"])
 
 
-@pytest.mark.parametrize("kind, flags, variables, message", [
-    ("fsdp", "--lerning_rate 1", {}, "unknown argument --lerning_rate; did you mean --lr?"),
-    ("zero", "--schedule 1f1b", {}, "--schedule: only for fsdp_pp/ and pp/"),
-    ("fsdp_pp", "", {"SEED": "many"}, "--seed many: must be a whole number"),
-])  # fmt: skip
-def test_bad_flags_are_refused_before_torch_is_imported(kind, flags, variables, message, tmp_path):
-    for heavy in ("torch", "transformers", "numpy", "deepspeed"):
-        (tmp_path / f"{heavy}.py").write_text("raise SystemExit('too late')")
-    paths = {"PYTHONPATH": str(tmp_path)}
-    done = start(ROOT / LAUNCHERS[kind], *flags.split(), **paths, **variables)
-    assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
-
-
 # ---------------------------------------------------------------- rules
 
 
@@ -236,16 +227,6 @@ def flags_without_checks(kind, words):
     given = parsing.parser_of("", [*args.SHARED, *GROUPS[kind]], {}).parse_args(words)
     del given.help
     return args.type_of(GROUPS[kind])(**vars(given))
-
-
-@pytest.mark.parametrize("kind, words, message", [
-    ("fsdp_pp", "--fp8 rowwise --fp16", "--fp8 does not work with --dtype fp16: it takes bf16"),
-    ("zero", "--save_every 5 --no_save", "--save_every does not work with --no_save"),
-    ("fsdp", "--psgd_rank 4", "--psgd_rank needs --replicas: it compresses sums over them"),
-])  # fmt: skip
-def test_what_is_said_of_a_rule(kind, words, message):
-    with pytest.raises(UserError, match=f"^{message}$"):
-        parse(kind, words)
 
 
 def test_flags_are_frozen_and_those_of_other_scripts_are_off():
@@ -291,10 +272,7 @@ SCRIPTS = ["fsdp/train_fsdp.py", "fsdp_pp/train_fsdp_pp.py", "pp/pp_train.py", "
 SCRIPTS.append("fsdp/launch_script.py")
 SOON = [(*start, "--help", "") for start in zip([*COMMANDS, *SCRIPTS, *ALL.values()], strict=True)]
 SOON += [
-    ("-m llm_demo.chat", "./no", "no model at ./no"),
     ("-m llm_demo.evaluate", f"--models {TINY} --data no.jsonl", "no such data file: no.jsonl"),
-    ("-m llm_demo.export", "no new", "no: no such folder"),
-    ("-m llm_demo.fit", "./no --cards 2 --card h100 --tokens_a_step 8", "no model at ./no"),
     ("-m llm_demo.report", "", "the following arguments are required: RUN"),
     ("zero/train_zero.py", "--train_json no.jsonl", "no such data file: no.jsonl"),
     (LAUNCHERS["pp"], "--output_dir full", "--output_dir full is not empty: choose another, or"),
@@ -357,7 +335,7 @@ def test_what_a_script_looks_for(flags, message, work, record_property):
 
 
 @pytest.mark.parametrize("command, words, message", [
-    (chat, "", "the following arguments are required: model"),
+    (chat, "./no", "no model at ./no"),
     (chat, f"{TINY} --chat_template no.jinja", "--chat_template no.jinja: No such file"),
     (evaluate, f"--models {TINY}", "the following arguments are required: --data"),
     (evaluate, f"--models {TINY} ./no --data full/file.jsonl", "no model at ./no"),
@@ -475,8 +453,6 @@ def test_a_misspelt_variable_and_flags_of_other_trainers(tmp_path):
         elsewhere("LORA_RANK", "fsdp/"),
         elsewhere("REPLICAS", "fsdp/"),
     }
-    done = start(ROOT / LAUNCHERS["pp"], "--stage", "1", LORA_RANK="8")
-    assert "warning: LORA_RANK has no effect here: only for fsdp/\n" in done.stderr
     done = start(ROOT / LAUNCHERS["fsdp"], "--learning_rate", "1", MAX_STEP="3")
     assert "warning: MAX_STEP is not a setting; did you mean MAX_STEPS?" in done.stderr
     assert "unknown argument --learning_rate; did you mean --lr?" in done.stderr

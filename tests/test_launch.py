@@ -11,17 +11,7 @@ import time
 
 import psutil
 import pytest
-from conftest import (
-    ALONE,
-    ROOT,
-    SCRIPTS,
-    flags_of,
-    free_port,
-    python,
-    run,
-    slow,
-    smaller_model,
-)
+from conftest import ALONE, ROOT, SCRIPTS, environment, flags_of, run, slow
 
 from llm_demo.launch.ranks import exit_code_of
 
@@ -53,22 +43,8 @@ time.sleep(60)
 """
 
 
-def environment(fresh=True, **extra):
-    """This process's environment without what a launcher reads, and with `extra`. Not fresh:
-    launchers start with everything imported, see import_once.py; ranks as well."""
-    ours = {"NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "MAX_STEPS"}
-    env = {k: v for k, v in os.environ.items() if k not in ours and not k.startswith("OMP_")}
-    return {**env, "PYTHONPATH": str(ROOT), "PYTHON": interpreter(fresh), **extra}
-
-
-def interpreter(fresh):
-    return sys.executable if fresh else python()
-
-
-def launch(script, *args, fresh=False, **extra):
-    command = [interpreter(fresh), "-m", "llm_demo.launch", str(script), *map(str, args)]
-    how = {"capture_output": True, "text": True, "timeout": 60}
-    return subprocess.run(command, env=environment(**extra), **how)
+def launch(script, *args, **options):
+    return run([sys.executable, "-m", "llm_demo.launch", script, *args], **options)
 
 
 def shown(output):
@@ -104,13 +80,11 @@ def repo(tmp_path):
     return repo
 
 
-def run_shell(repo, kind, *args, cwd=None, **extra):
-    result = subprocess.run(
-        ["bash", repo / f"{kind}/launch_{kind}.sh", *args], cwd=cwd or repo,
-        env=environment(fresh=False, **extra), capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+def run_shell(repo, kind, *args, **options):
+    command = ["bash", repo / f"{kind}/launch_{kind}.sh", *args]
+    done = run(command, **{"cwd": repo, "PYTHON": sys.executable, **options})
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -146,11 +120,10 @@ def test_a_program_that_is_no_python_with_torch_is_named(program, repo, tmp_path
     bare = tmp_path / "no torch"
     bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S -I "$@"\n')
     bare.chmod(0o755)
-    env = environment(PYTHON=program, PATH=f"{tmp_path}:{os.environ['PATH']}")
-    command = ["bash", str(repo / "fsdp/launch_fsdp.sh")]
-    result = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 2
-    assert result.stderr == (
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = run(["bash", repo / "fsdp/launch_fsdp.sh"], cwd=tmp_path, PYTHON=program, PATH=path)
+    assert done.returncode == 2
+    assert done.stderr == (
         f"error: PYTHON={program} is not a Python with torch: name one, install torch there, or "
         "unset PYTHON to use .venv\n"
     )
@@ -158,10 +131,8 @@ def test_a_program_that_is_no_python_with_torch_is_named(program, repo, tmp_path
 
 def test_a_python_that_does_not_start_says_why(repo, record_property):
     record_property("bad inputs", 1)
-    done = subprocess.run(
-        ["bash", repo / "fsdp/launch_fsdp.sh"], capture_output=True, text=True,
-        env=environment(PYTHON=sys.executable, PYTHONIOENCODING="junk"),
-    )  # fmt: skip
+    broken = {"PYTHON": sys.executable, "PYTHONIOENCODING": "junk"}
+    done = run(["bash", repo / "fsdp/launch_fsdp.sh"], fresh=True, **broken)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert done.stderr.startswith(f"error: PYTHON={sys.executable} does not start: Fatal Python ")
     assert "LookupError: unknown encoding: junk" in done.stderr
@@ -169,10 +140,9 @@ def test_a_python_that_does_not_start_says_why(repo, record_property):
 
 def test_the_debugger_entry_takes_the_launchers_defaults(repo):
     launcher = flags_of(shown(run_shell(repo, "fsdp"))[0]["argv"])
-    done = subprocess.run(
-        [sys.executable, repo / "fsdp/launch_script.py", "--seed", "7"], capture_output=True,
-        text=True, cwd=repo, env=environment(PYTHONPATH=str(repo), **dict.fromkeys(ALONE, "stale")),
-    )  # fmt: skip
+    stale = {**dict.fromkeys(ALONE, "stale"), "PYTHONPATH": str(repo)}
+    command = [sys.executable, repo / "fsdp/launch_script.py", "--seed", "7"]
+    done = run(command, cwd=repo, fresh=True, **stale)
     assert done.returncode == 0, done.stderr
     (line,) = shown(done.stdout)
     assert (line["RANK"], line["WORLD_SIZE"], line["LOCAL_RANK"]) == ("0", "1", "0")
@@ -183,7 +153,7 @@ def test_the_debugger_entry_takes_the_launchers_defaults(repo):
     assert single == launcher
 
 
-@pytest.mark.parametrize("gpus", ["1,0", "", "-1"])
+@pytest.mark.parametrize("gpus", ["1,0", ""])
 def test_each_rank_is_told_its_place(script, gpus):
     # The order of CUDA_VISIBLE_DEVICES is the user's, and stale variables of another run are not.
     stale = {"RANK": "5", "MASTER_ADDR": "nowhere.invalid"}
@@ -194,81 +164,6 @@ def test_each_rank_is_told_its_place(script, gpus):
         assert (rank["MASTER_ADDR"], rank["CUDA_VISIBLE_DEVICES"]) == ("127.0.0.1", gpus)
         assert rank["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
     assert len(ranks) == 2 and result.stderr == ""
-
-
-def test_two_nodes_make_one_world(script):
-    codes, outputs = two_nodes([[str(script(SHOW))]] * 2, (1, 2))
-    assert codes == [0, 0]
-    places = [
-        (rank["RANK"], rank["LOCAL_RANK"], rank["WORLD_SIZE"])
-        for output in outputs for rank in shown(output)
-    ]  # fmt: skip
-    assert places == [("0", "0", "3"), ("1", "0", "3"), ("2", "1", "3")]
-
-
-ELSEWHERE = """
-import os, runpy, sys
-from pathlib import Path
-exists = Path.exists
-if os.environ["RANK"] == "1":  # files of another node
-    Path.exists = lambda path: ".seen-" not in path.name and exists(path)
-runpy.run_path(sys.argv.pop(1), run_name="__main__")
-"""
-
-
-def test_nodes_without_a_shared_folder_are_told_before_step_1(script, tmp_path):
-    path = [str(script(ELSEWHERE)), str(ROOT / SCRIPTS["pp"])]
-    flags = ["--max_steps", "2", "--seq_len", "64", "--output_dir", str(tmp_path / "run")]
-    flags += ["--model_name_or_path", str(smaller_model(tmp_path / "tiny"))]
-    codes, outputs = two_nodes([[*path, *flags]] * 2)
-    assert codes == [2, 2]
-    assert f"error: rank 1 can't see {tmp_path}: set an --output_dir that" in outputs[0]
-    assert "step 1/2" not in outputs[0] and not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    "difference, words",
-    [
-        ("--lr 1e-4", "--lr is 0.001 on rank 0, but 0.0001 on rank 1: "),
-        ("--train_json other.jsonl", "content of data file 1 is "),
-        slow("--eval_json none", "held-out data is given on rank 0, but none on rank 1: "),
-        slow("--eval_json other.jsonl", "held-out content of data file 1 is "),
-    ],
-)  # fmt: skip
-def test_nodes_with_other_flags_or_other_data_all_end(difference, words, tmp_path, record_property):
-    record_property("bad inputs", 1)
-    row = '{"prompt": "Why?", "completion": "So."}\n'
-    for name, times in (("data.jsonl", 9), ("held.jsonl", 3), ("other.jsonl", 4)):
-        (tmp_path / name).write_text(row * times)
-    data = f"--train_json {tmp_path}/data.jsonl --eval_json {tmp_path}/held.jsonl"
-    flags = f"--seq_len 32 --max_steps 2 --lr 1e-3 --output_dir {tmp_path}/run {data}"
-    command = [str(ROOT / "fsdp/train_fsdp.py"), *flags.split()]
-    other = difference.replace("other", f"{tmp_path}/other").split()
-    codes, outputs = two_nodes([command, [*command, *other]])
-    assert codes == [2, 2], outputs
-    assert f"error: {words}" in outputs[0] and "step 1/2" not in outputs[0]
-    assert not (tmp_path / "run").exists()
-
-
-def two_nodes(commands, processes=(1, 1)) -> tuple[list[int], list[str]]:
-    """Exit codes and output of two launchers, with so many processes, that form one world."""
-    port = free_port()
-    nodes = [
-        subprocess.Popen(
-            [python(), "-m", "llm_demo.launch", *command],
-            env=environment(fresh=False, NNODES="2", NODE_RANK=str(rank), MASTER_ADDR="127.0.0.1",
-                            MASTER_PORT=str(port), NPROC_PER_NODE=str(processes[rank]),
-                            OMP_NUM_THREADS="1"),
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank, command in enumerate(commands)
-    ]  # fmt: skip
-    try:
-        outputs = [node.communicate(timeout=60)[0] for node in nodes]
-    finally:
-        for node in nodes:
-            node.kill()
-    return [node.returncode for node in nodes], outputs
 
 
 # Runs a training script, and notes where its process and the launcher listen. If told to, rank 1
@@ -379,35 +274,16 @@ def test_the_rank_that_was_killed_is_named_not_those_it_left_behind(capsys):
     assert capsys.readouterr().err == ""
 
 
-ANOTHER = """
-import sys
-from llm_demo.launch import __main__, ranks
-ranks.PContext = type("PContext", (), {})
-sys.exit(__main__.main())
-"""
-
-
-def test_a_torchrun_that_stops_ranks_itself_tells_the_exit_code(script, tmp_path):
-    (tmp_path / "pids").mkdir()
-    (tmp_path / "another.py").write_text(ANOTHER)
-    done = run([sys.executable, tmp_path / "another.py", script(FAIL), tmp_path / "pids", "7"])
-    assert done.returncode == 7
-    assert done.stderr.splitlines()[-1] == "error: rank 1 ended with exit code 7"
-
-
 @pytest.mark.parametrize("name", ["SIGTERM", slow("SIGINT")])
 def test_a_signal_to_the_launcher_leaves_no_process(repo, name):
     (repo / SCRIPTS["fsdp"]).write_text(
         "import os, sys, time; sys.stdout.write(f'{os.getpid()}\\n'); time.sleep(60)"
     )
     process = subprocess.Popen(
-        ["bash", repo / "fsdp/launch_fsdp.sh"],
-        env=environment(NPROC_PER_NODE="2", PYTHONPATH=str(repo)),
-        cwd=repo,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+        ["bash", repo / "fsdp/launch_fsdp.sh"], cwd=repo, text=True,
+        env=environment(NPROC_PER_NODE="2", PYTHON=sys.executable, PYTHONPATH=str(repo)),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
     pids = []
     while len(pids) < 2:
         line = process.stdout.readline()

@@ -6,7 +6,7 @@ import time
 from importlib import metadata
 
 import pytest
-from conftest import environment, free_port, python
+from conftest import ROOT, environment, free_port, python, slow, smaller_model
 
 from llm_demo.machine import dist
 
@@ -24,18 +24,20 @@ dist.run(lambda: print(f"met {dist.start().size}\\n", end=""), lambda: None, lam
 """
 
 
-def nodes(tmp_path, *settings, seconds=60, each=1):
-    """(exit code, output) of each node: a launcher with NODE_RANK, NNODES and more settings."""
+def nodes(tmp_path, *settings, seconds=60, each=1, commands=None):
+    """(exit code, output) of each node, and the port: a launcher of MEETS, or of its command, with
+    NODE_RANK, NNODES and more settings."""
     (tmp_path / "meets.py").write_text(MEETS)
-    port = str(free_port())
-    started = []
-    for rank, count, *more in settings:
+    port, started = str(free_port()), []
+    for i, (rank, count, *more) in enumerate(settings):
         place = {"NODE_RANK": str(rank), "NNODES": str(count), "MASTER_ADDR": "127.0.0.1"}
         place |= {"MASTER_PORT": port, "JOIN_SECONDS": str(seconds), "NPROC_PER_NODE": str(each)}
-        env = environment(**place | dict(more))
-        command = [python(), "-m", "llm_demo.launch", str(tmp_path / "meets.py")]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        started.append(subprocess.Popen(command, env=env, **pipes))
+        words = commands[i] if commands else [str(tmp_path / "meets.py")]
+        node = subprocess.Popen(
+            [python(), "-m", "llm_demo.launch", *words], env=environment(**place | dict(more)),
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        started.append(node)
     outputs = [node.communicate(timeout=100)[0] for node in started]
     return [(node.returncode, text) for node, text in zip(started, outputs, strict=True)], port
 
@@ -109,3 +111,49 @@ def test_the_digest_is_of_all_code(tmp_path, monkeypatch):
         (tmp_path / name).write_text("a = 2")
         seen.add(dist.versions()["the code's digest"])
     assert len(seen) == 4
+
+
+ELSEWHERE = """
+import os, runpy, sys
+from pathlib import Path
+exists = Path.exists
+if os.environ["RANK"] == "1":  # files of another node
+    Path.exists = lambda path: ".seen-" not in path.name and exists(path)
+runpy.run_path(sys.argv.pop(1), run_name="__main__")
+"""
+
+
+def test_nodes_without_a_shared_folder_are_told_before_step_1(tmp_path):
+    (tmp_path / "elsewhere.py").write_text(ELSEWHERE)
+    path = [str(tmp_path / "elsewhere.py"), str(ROOT / "pp/pp_train.py")]
+    flags = ["--max_steps", "2", "--seq_len", "64", "--output_dir", str(tmp_path / "run")]
+    flags += ["--model_name_or_path", str(smaller_model(tmp_path / "tiny"))]
+    ((code, text), (other, _)), _ = nodes(tmp_path, (0, 2), (1, 2), commands=[[*path, *flags]] * 2)
+    assert code == other == 2
+    assert f"error: rank 1 can't see {tmp_path}: set an --output_dir that" in text
+    assert "step 1/2" not in text and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "difference, words",
+    [
+        ("--lr 1e-4", "--lr is 0.001 on rank 0, but 0.0001 on rank 1: "),
+        ("--train_json other.jsonl", "content of data file 1 is "),
+        slow("--eval_json none", "held-out data is given on rank 0, but none on rank 1: "),
+        slow("--eval_json other.jsonl", "held-out content of data file 1 is "),
+    ],
+)  # fmt: skip
+def test_nodes_with_other_flags_or_other_data_all_end(difference, words, tmp_path, record_property):
+    record_property("bad inputs", 1)
+    row = '{"prompt": "Why?", "completion": "So."}\n'
+    for name, times in (("data.jsonl", 9), ("held.jsonl", 3), ("other.jsonl", 4)):
+        (tmp_path / name).write_text(row * times)
+    data = f"--train_json {tmp_path}/data.jsonl --eval_json {tmp_path}/held.jsonl"
+    flags = f"--seq_len 32 --max_steps 2 --lr 1e-3 --output_dir {tmp_path}/run {data}"
+    command = [str(ROOT / "fsdp/train_fsdp.py"), *flags.split()]
+    other = difference.replace("other", f"{tmp_path}/other").split()
+    commands = [command, [*command, *other]]
+    ((code, text), (other, _)), _ = nodes(tmp_path, (0, 2), (1, 2), commands=commands)
+    assert code == other == 2, text
+    assert f"error: {words}" in text and "step 1/2" not in text
+    assert not (tmp_path / "run").exists()

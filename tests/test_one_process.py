@@ -7,17 +7,12 @@ import pytest
 import torch
 from conftest import ROOT, TINY, logged, run_alone
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from bench.checkpoints import tensors
-from fsdp import build
 from fsdp.fsdp2 import autograd_accumulates
 from llm_demo.core import optim
 from llm_demo.core.masters import Masters
 from llm_demo.core.optim import LossScale, clipped_step, halve, join, make_adamw
-from llm_demo.memory import Settings, fullest
-from llm_demo.model.costs import sizes_of
-from llm_demo.model.source import load_config
 
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KEPT = ("train/loss", "train/grad_norm", "train/lr")
@@ -25,7 +20,7 @@ KEPT = ("train/loss", "train/grad_norm", "train/lr")
 
 @pytest.fixture
 def train(tmp_path, monkeypatch):
-    """Trains in this process: train(name, *flags) -> (losses and norms of each step, the model)."""
+    """Trains in this process: train(name, *flags) -> losses and norms of each step."""
     import fsdp.train_fsdp as script
 
     lines = (ROOT / "data/sft_en.jsonl").read_text().splitlines()
@@ -36,11 +31,6 @@ def train(tmp_path, monkeypatch):
     # a tied weight has two gradients, which autograd adds in fp32 for this FSDP2, else in bf16
     config["tie_word_embeddings"] = not autograd_accumulates()
     (tmp_path / "config.json").write_text(json.dumps(config))
-    made = []
-    allocate = build.allocate
-    monkeypatch.setattr(
-        build, "allocate", lambda model, *a: made.append(model) or allocate(model, *a)
-    )
 
     def train(name, *flags):
         out = tmp_path / name
@@ -52,7 +42,7 @@ def train(tmp_path, monkeypatch):
             "--micro_batch_size", 1, "--save_every", 2, "--keep_last", 0, *flags,
         ]  # fmt: skip
         run_alone(monkeypatch, script, *argv)
-        return {x["step"]: [x[k] for k in KEPT] for x in logged(out)}, made[-1]
+        return {x["step"]: [x[k] for k in KEPT] for x in logged(out)}
 
     return train
 
@@ -62,19 +52,19 @@ def train(tmp_path, monkeypatch):
 def test_one_process_takes_the_plain_path_and_fsdp2s_numbers(accum, train, tmp_path, capsys):
     """To the bit, on a CPU; and either goes on where the other stopped."""
     flags = ["--dtype", "bf16", "--grad_accum_steps", accum]
-    plain, model = train("plain", *flags)
-    assert not any(isinstance(m, FSDPModule) for m in model.modules())
+    plain = train("plain", *flags)
     assert "one plain process" in capsys.readouterr().out
-    config = json.loads((tmp_path / "plain/config.json").read_text())
-    assert (config["fsdp"], config["parallelism"]) == (False, "one process")
-    sharded, model = train("sharded", "--fsdp", *flags)
-    assert any(isinstance(m, FSDPModule) for m in model.modules())
+    sharded = train("sharded", "--fsdp", *flags)
+    for name, is_sharded in (("plain", False), ("sharded", True)):
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert config["fsdp"] == is_sharded
+        assert (config["parallelism"] == "one process") != is_sharded
     assert plain == sharded
     folders = ["plain", "sharded"]
     if accum > 1:
         middle = "checkpoints/step_00000002"
-        again, _ = train("again", *flags, "--resume", tmp_path / "sharded" / middle)
-        back, _ = train("back", "--fsdp", *flags, "--resume", tmp_path / "plain" / middle)
+        again = train("again", *flags, "--resume", tmp_path / "sharded" / middle)
+        back = train("back", "--fsdp", *flags, "--resume", tmp_path / "plain" / middle)
         assert again == back == {step: plain[step] for step in (3, 4)}
         folders += ["again", "back"]
     found = [tensors(tmp_path / name / "checkpoints/step_00000004") for name in folders]
@@ -88,35 +78,15 @@ def test_one_process_takes_the_plain_path_and_fsdp2s_numbers(accum, train, tmp_p
 def test_on_a_gpu_both_ways_learn_alike(accum, train, tmp_path):
     """Compiled: bf16 weights as half of their masters."""
     flags = ["--dtype", "bf16", "--grad_accum_steps", accum, "--seq_len", 256]
-    plain, _ = train("plain", *flags)
-    sharded, _ = train("sharded", "--fsdp", *flags)
+    plain = train("plain", *flags)
+    sharded = train("sharded", "--fsdp", *flags)
     middle = tmp_path / "plain/checkpoints/step_00000002"
-    again, _ = train("again", *flags, "--resume", middle)
+    again = train("again", *flags, "--resume", middle)
     for step, (loss, norm, _) in sharded.items():
         assert plain[step][0] == pytest.approx(loss, rel=2e-3)
         assert plain[step][1] == pytest.approx(norm, rel=2e-2)
     for step, found in again.items():
         assert found == pytest.approx(plain[step], rel=2e-3)
-
-
-def test_reshard_after_forward_means_fsdp2(train):
-    flags = "--reshard_after_forward --max_steps 1 --no_save --save_every 0"
-    _, model = train("reshard", *flags.split())
-    assert any(isinstance(m, FSDPModule) for m in model.modules())
-
-
-@pytest.mark.parametrize("accum", [1, 8])
-@pytest.mark.parametrize("micro", [1, 8])
-def test_the_plain_path_is_expected_to_need_less(micro, accum):
-    sizes = sizes_of(load_config(ROOT / "models/qwen3-0.6b", 1024))
-    totals = []
-    for sharded in (False, True):
-        settings = Settings(
-            engine="fsdp", ranks=1, sharded=sharded, micro_batch_size=micro,
-            grad_accum_steps=accum, use_activation_checkpointing=True,
-        )  # fmt: skip
-        totals.append(fullest(sizes, settings).total)
-    assert totals[0] < totals[1]
 
 
 def small_model(dtype=torch.float32):

@@ -7,9 +7,7 @@ import json
 import pytest
 from conftest import ROOT
 
-from llm_demo.core.errors import UserError
 from llm_demo.core.timer import MUTED
-from llm_demo.flags.args import parse_steps
 from llm_demo.machine.profiling import analyse, combine, page
 
 BARRIER = "c10d::symmetric_memory::barrier_kernel(unsigned int**, int, int, int, unsigned long)"
@@ -137,10 +135,3 @@ def test_gloo_takes_the_kernels_place_on_a_cpu():
     found = analyse({"traceEvents": events}, steps=1)
     assert (found["compute"], found["comm"], found["exposed"]) == (10, 4, 4)
     assert list(found["kinds"]) == ["allreduce"]
-
-
-def test_steps_to_profile():
-    assert parse_steps("") is None and parse_steps("3:5") == (3, 5)
-    for text in ("5:3", "0:2"):
-        with pytest.raises(UserError, match=f"--profile_steps {text}"):
-            parse_steps(text)
