@@ -133,12 +133,12 @@ def model_and_tokenizer(args, work: Path):
     if not tokenizer.chat_template:
         raise UserError(f"{folder} has no chat template: set one with --chat_template FILE")
     if adapter:  # refuses what is not the model's before its weights are loaded
-        start = start_of(adapter, ",".join(adapter.targets), config)
+        _, read = start_of(adapter, ",".join(adapter.targets), config)
     set_variables(tokenizer, args.chat_template_kwargs)
     device = this_device()
     model = load_model(args.model, folder, config, pick_dtype(args.dtype, device)[0])
     if adapter:
-        add_adapter(model, adapter, start["read"])
+        add_adapter(model, adapter, read)
     return model.to(torch.device(device.type)), tokenizer
 
 

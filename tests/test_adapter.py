@@ -194,7 +194,7 @@ def test_what_cannot_be_trained_on_exactly_is_refused(said, work, tmp_path, reco
 
 def read_all(folder, config, targets=None):
     adapter = open_adapter(str(folder))
-    start = start_of(adapter, targets or ",".join(adapter.targets), config)
+    _, read = start_of(adapter, targets or ",".join(adapter.targets), config)
     lora = choose_lora(
         SimpleNamespace(
             lora_rank=adapter.rank, lora_alpha=adapter.alpha, lora_dropout=0.0,
@@ -203,7 +203,7 @@ def read_all(folder, config, targets=None):
         config, {},
     )  # fmt: skip
     shapes = factors_of(lora.facts(), matrices_in(config))
-    return {name: start["read"](name) for name in shapes}
+    return {name: read(name) for name in shapes}
 
 
 @pytest.mark.parametrize("name", HOW)
@@ -214,8 +214,8 @@ def test_a_chat_adds_an_adapter_as_peft_does(name, work):
     )
     before = base(ids).logits
     adapter = open_adapter(str(folder / f"{name}-adapter"))
-    start = start_of(adapter, ",".join(adapter.targets), base.config)
-    add_adapter(base, adapter, start["read"])
+    _, read = start_of(adapter, ",".join(adapter.targets), base.config)
+    add_adapter(base, adapter, read)
     expected = PeftModel.from_pretrained(same, folder / f"{name}-adapter")(ids).logits
     torch.testing.assert_close(base(ids).logits, expected, rtol=1e-4, atol=1e-5)
     assert (before - expected).abs().max() > 0.01

@@ -30,10 +30,10 @@ from llm_demo.model.model_folder import load_model, open_model
 from llm_demo.model.weights_files import open_weights
 from llm_demo.options import four_bits
 from llm_demo.options.four_bits_library import (
-    DOUBLE,
     library,
     need_library,
     pack,
+    quantise,
     scales_in,
 )
 from llm_demo.options.lora import use_four_bits
@@ -170,7 +170,7 @@ def test_what_stays_in_16_bits_is_counted():
 
 def layer_of(N, K, dtype):
     weight = torch.randn(N, K)
-    numbers, state = functional.quantize_4bit(weight, **DOUBLE)
+    numbers, state = quantise(weight)
     bits = pack(numbers, state.absmax, (N, K))
     scales = scales_in(state)
     block = nn.ModuleDict({"up": nn.Linear(K, N, device="meta")})
@@ -218,7 +218,7 @@ def test_the_values_of_a_gpu():
 def same_as_the_library(device):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for shape in ((96, 320), (40, 64), (130, 4096)):  # with two rows to a program, and many
-            numbers, state = functional.quantize_4bit(torch.randn(shape).to(device), **DOUBLE)
+            numbers, state = quantise(torch.randn(shape).to(device))
             bits, state.dtype = pack(numbers, state.absmax, shape), dtype
             apart = torch.cat([bits.new_zeros(2), bits.flatten()])[2:].view(bits.shape)
             for where in (bits, apart):  # a word may begin at half of one
@@ -322,7 +322,7 @@ STATE = f"{NAME}.quant_state.bitsandbytes__nf4"
 def published(work, tmp_path_factory):
     """{name: tensor} of a folder in 4 bits of one layer."""
     weight = load_file(work[0] / "tied/model.safetensors")[NAME]
-    numbers, state = functional.quantize_4bit(weight, **DOUBLE)
+    numbers, state = quantise(weight)
     parts = {f"{NAME}.{k}": t.contiguous() for k, t in state.as_dict(packed=True).items()}
     return {NAME: numbers} | parts, nearest(weight)
 

@@ -263,12 +263,12 @@ def test_adapters_that_peft_saved_over_the_whole_model_are_read(name, published,
     targets = ["q_proj", "out_proj"]  # which the vision tower has not
     adapted = get_peft_model(model, LoraConfig(r=4, target_modules=targets))
     adapted.save_pretrained(tmp_path)
-    start = start_of(open_adapter(tmp_path), ",".join(targets), model.config.text_config)
+    _, read = start_of(open_adapter(tmp_path), ",".join(targets), model.config.text_config)
     values = {n: p for n, p in adapted.named_parameters() if ".lora_A." in n}
     assert any(".linear_attn." in n for n in values)
     for name, p in values.items():
         name = name.replace("base_model.model.model.language_model.", "model.")
-        assert torch.equal(start["read"](name.replace(".default.", ".")), p)
+        assert torch.equal(read(name.replace(".default.", ".")), p)
 
 
 @pytest.mark.parametrize("name", MODELS | EXPERTS)

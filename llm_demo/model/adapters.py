@@ -30,15 +30,16 @@ def decide_lora(args, world: World, source, dtype: str) -> tuple[Lora, list[str]
     identify = functools.partial(
         identity_of, args.model_name_or_path, source.folder, source.weights, args.seed, drawn_on()
     )
-    base, started, lines, packed = from_rank0(world, identify), {}, [], None
+    base, lines, packed = from_rank0(world, identify), [], None
     if args.base_bits == 4:
         base["bits"], dtype, packed = 4, "4 bits", source.weights and source.weights.packed
+    lora = choose_lora(args, source.config, base, packed)
     if args.adapter:
         adapter = open_adapter(args.adapter)
-        started = start_of(adapter, args.lora_targets, source.config)
-        same_on_all_nodes(world, {"the content of --adapter": started["start"]["values"]})
+        start, read = start_of(adapter, args.lora_targets, source.config)
+        same_on_all_nodes(world, {"the content of --adapter": start["values"]})
         lines = origin(adapter, args, base)
-    lora = choose_lora(args, source.config, base, packed)._replace(**started)
+        lora = lora._replace(start=start, read=read)
     share = lora.parameters / parameters_of(source.config)
     line = (
         f"adapters: rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)} of each "
@@ -85,8 +86,8 @@ def matrices_in(config) -> dict[str, tuple]:
     return matrices_of({name: tuple(p.shape) for name, p in lm.named_parameters()})
 
 
-def start_of(adapter: Adapter, targets: str, config) -> dict:
-    """`start` and `read` of a Lora with the values of a folder. targets: as --lora_targets. Raises
+def start_of(adapter: Adapter, targets: str, config) -> tuple[dict, Callable]:
+    """(start, read) of a Lora with the values of a folder. targets: as --lora_targets. Raises
     UserError if the factors there are not those of this model's blocks."""
     shapes = matrices_in(config)
     names = list(dict.fromkeys(map(target_of, shapes)))
@@ -115,7 +116,7 @@ def start_of(adapter: Adapter, targets: str, config) -> dict:
         return from_peft(values, wanted[name])
 
     start = {"path": str(adapter.folder.absolute()), "values": weights.digest()}
-    return {"start": start, "read": read}
+    return start, read
 
 
 def origin(adapter: Adapter, args, base: dict) -> list[str]:

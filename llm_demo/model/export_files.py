@@ -43,8 +43,8 @@ def described_model(folder: Path) -> tuple[object, dict[str, tuple], set[str]]:
     return config, {name: tuple(t.shape) for name, t in weights.items()}, in_fp32
 
 
-def save_finite(tensors: dict[str, torch.Tensor], file: Path, **more: str) -> None:
-    """Write safetensors; more: further metadata. Raises UserError if a number is not finite."""
+def save_finite(tensors: dict[str, torch.Tensor], file: Path, noted: dict | None = None) -> None:
+    """Write safetensors; noted: further metadata. Raises UserError if a number is not finite."""
     for name, t in tensors.items():
         if t.dtype == E4M3:
             finite = t.float().isfinite()
@@ -52,7 +52,7 @@ def save_finite(tensors: dict[str, torch.Tensor], file: Path, **more: str) -> No
             finite = t.isfinite()
         if not finite.all():
             raise UserError(f"{name} is not finite in {t.dtype}; nothing was exported")
-    save_file(tensors, file, metadata={"format": "pt", **more})
+    save_file(tensors, file, metadata={"format": "pt"} | (noted or {}))
 
 
 def write_adapter(
@@ -65,7 +65,7 @@ def write_adapter(
     tensors = {name: t.to(dtype) for name, t in in_peft(factors).items()}
     base, alpha = lora["base"], lora["alpha"]
     noted = {BASE: base_digest(base), BITS: str(base.get("bits", 16))}
-    save_finite(tensors, folder / "adapter_model.safetensors", **noted)
+    save_finite(tensors, folder / "adapter_model.safetensors", noted)
     modules, parameters = peft_targets(factors)
     config = {
         "peft_type": "LORA",

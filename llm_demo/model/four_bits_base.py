@@ -19,7 +19,7 @@ from llm_demo.machine.files import cache_folder, hash_of
 from llm_demo.machine.text import blame, layer_kinds, progress
 from llm_demo.model.weights_files import fingerprint, weights_in
 from llm_demo.options.four_bits import BLOCK
-from llm_demo.options.four_bits_library import DOUBLE, library
+from llm_demo.options.four_bits_library import quantise
 from llm_demo.options.lora import use_four_bits
 
 FORMAT = 1  # of a cached base; increase it when the same files are stored differently
@@ -34,7 +34,7 @@ def give_four_bits(
     weights, where = source.weights, "the files"
     if not (weights and weights.packed):
         folder = cached_base(source, compute.lora.base)
-        make = functools.partial(quantise, source, seed, world.device)
+        make = functools.partial(write_base, source, seed, world.device)
         sums = once_per_node(world, functools.partial(find_or_build, folder, make, say))
         same_on_all_nodes(world, {"the base in 4 bits": sums})
         note_values(saver, hash_of(sorted(sums.items()))[:16], folder)
@@ -82,9 +82,8 @@ def find_or_build(folder: Path, make: Callable, say: Callable) -> dict[str, str]
         return verified(str(folder))
 
 
-def quantise(source, seed: int, device: torch.device, folder: str) -> None:
+def write_base(source, seed: int, device: torch.device, folder: str) -> None:
     """Write the linear layers of a model in 4 bits, block by block, each block to a file."""
-    functional = library()
     lm = skeleton(source.config, "sdpa", source.weights)
     n = len(lm.model.layers)
     for i in progress(range(n), "quantising blocks", unit="blocks"):
@@ -94,7 +93,7 @@ def quantise(source, seed: int, device: torch.device, folder: str) -> None:
             if type(layer) is nn.Linear and layer.in_features % BLOCK == 0:
                 values = layer.weight.detach().contiguous()
                 with blame(f"bitsandbytes can't quantise {path}", RuntimeError):
-                    numbers, state = functional.quantize_4bit(values, **DOUBLE)
+                    numbers, state = quantise(values)
                 tensors[f"{path}.weight"] = numbers.cpu().contiguous()
                 for part, t in state.as_dict(packed=True).items():
                     tensors[f"{path}.weight.{part}"] = t.cpu().contiguous()

@@ -205,10 +205,10 @@ class Weights:
         """A parameter, or the part that these slices of its dimensions select, in the file's dtype,
         or in fp32 if that is fp8 or 4 bits, on the CPU. Raises UserError."""
         if name in self.packed:
-            weight, shape = self.read_packed(name), self.packed[name].shape
             from llm_demo.options.four_bits import values_of
 
-            return values_of(*weight, shape[1], torch.float32)[part]
+            weight, scales = self.read_packed(name)
+            return values_of(weight, scales, self.packed[name].shape[1], torch.float32)[part]
         with self._reader() as read:
             if name in self.files:
                 return self._values(read, name, part)
@@ -361,14 +361,16 @@ def refuse_other_adapters(path: Path, before: dict | None, now: dict | None) -> 
         )
     if not now:
         return
-    compared = []
-    for facts in (before, now):
-        # the values of 4 bits are compared once they are there
-        base = {k: v for k, v in facts["base"].items() if k not in ("path", "values")}
-        compared.append({k: facts[k] for k in ("rank", "alpha", "targets")} | {"base": base})
-    changes = differences(*compared)
+    changes = differences(compared(before), compared(now))
     if changes:
         raise UserError(f"{path} holds other adapters: {'; '.join(changes)}")
+
+
+def compared(lora: dict) -> dict:
+    """What two runs of adapters must have in common. lora: as of `Lora.facts`."""
+    # the values of 4 bits are compared once they are there
+    base = {k: v for k, v in lora["base"].items() if k not in ("path", "values")}
+    return {key: lora[key] for key in ("rank", "alpha", "targets")} | {"base": base}
 
 
 def not_started(before, now: dict) -> str:

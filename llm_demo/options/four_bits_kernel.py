@@ -17,9 +17,19 @@ def values(weight, scales, inputs: int, dtype: torch.dtype, after=None) -> torch
     out = torch.empty(len(weight), inputs, dtype=dtype, device=weight.device)
     rows, total, tables = weight.view(torch.uint8), out.numel() // 8, scales[-four_bits.TABLES :]
     words = (rows.clone() if rows.storage_offset() % 4 else rows).view(torch.int32)
-    given = words, rows, scales, tables, out, total, words.shape[1], inputs // 8, WORDS
-    how = {"num_warps": 8, "enable_fp_fusion": False}  # products and sums are rounded apart
-    _values[(triton.cdiv(total, WORDS),)](*given, **how)
+    _values[(triton.cdiv(total, WORDS),)](
+        words=words,
+        rows=rows,
+        groups=scales,
+        tables=tables,
+        out=out,
+        total=total,
+        stride=words.shape[1],
+        PER_ROW=inputs // 8,
+        WORDS=WORDS,
+        num_warps=8,
+        enable_fp_fusion=False,  # products and sums are rounded apart
+    )
     return out
 
 

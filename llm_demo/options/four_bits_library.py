@@ -12,9 +12,6 @@ import torch.nn.functional as F
 from llm_demo.core.errors import UserError
 from llm_demo.options.four_bits import BLOCK, row_bytes
 
-# scales in a byte each
-DOUBLE = {"compress_statistics": True, "blocksize": BLOCK, "quant_type": "nf4"}
-
 
 @functools.cache
 def library():
@@ -47,9 +44,16 @@ def need_library() -> None:
         ) from e
 
 
+def quantise(weight: torch.Tensor) -> tuple:
+    """(numbers, QuantState) of a weight in bitsandbytes' NF4, with scales in a byte each."""
+    return library().quantize_4bit(
+        weight, compress_statistics=True, blocksize=BLOCK, quant_type="nf4"
+    )
+
+
 def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(bytes, scales) of a weight [N, K] as of four_bits.values_of, on its device."""
-    numbers, state = library().quantize_4bit(weight, **DOUBLE)
+    numbers, state = quantise(weight)
     return pack(numbers, state.absmax, tuple(weight.shape)), scales_in(state)
 
 

@@ -106,8 +106,9 @@ def product(a, scale_a, b, scale_b, dtype: torch.dtype, exact: bool = False) -> 
         return (_wide(a, scale_a) @ _wide(b, scale_b).T).to(dtype)
     if scale_a.shape[1] > 1:
         return _product_of_blocks(a, scale_a, b, scale_b, dtype)
-    how = {"out_dtype": dtype, "use_fast_accum": not exact}
-    return torch._scaled_mm(a, b.T, scale_a=scale_a, scale_b=scale_b.T, **how)
+    return torch._scaled_mm(
+        a, b.T, scale_a=scale_a, scale_b=scale_b.T, out_dtype=dtype, use_fast_accum=not exact
+    )
 
 
 def _wide(x, scales):

@@ -33,11 +33,10 @@ def blocks(x: torch.Tensor, square: bool) -> tuple[torch.Tensor, ...]:
     """As fp8.fp8_blocks. R and C are multiples of 128."""
     R, C = x.shape
     q, qt = (torch.empty(n, m, dtype=E4M3, device=x.device) for n, m in ((R, C), (C, R)))
-    f32 = {"dtype": torch.float32, "device": x.device}
+    sizes = (C // TILE, R), (R // TILE, C)
     if square:
-        s, st = torch.empty(R // TILE, C // TILE, **f32), torch.empty(C // TILE, R // TILE, **f32)
-    else:
-        s, st = torch.empty(C // TILE, R, **f32), torch.empty(R // TILE, C, **f32)
+        sizes = (R // TILE, C // TILE), (C // TILE, R // TILE)
+    s, st = (torch.empty(size, dtype=torch.float32, device=x.device) for size in sizes)
     _blocks[(R // TILE, C // TILE)](x, q, s, qt, st, R, C, square, TILE, num_warps=8)
     return (q, s, qt, st) if square else (q, s.T, qt, st.T)
 
