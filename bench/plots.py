@@ -27,7 +27,8 @@ from llm_demo.machine.process import command
 from llm_demo.report import COLORS, PARTS_OF_A_STEP
 
 PLOTS = ROOT / "bench/plots"
-COLOR_OF = dict(zip(("fsdp", "pp", "fsdp_pp", "zero", "torchtitan", "trl"), COLORS, strict=True))
+ENGINES = ("fsdp", "pp", "fsdp_pp", "zero", "torchtitan", "trl")
+COLOR_OF = dict(zip(ENGINES, COLORS[: len(ENGINES)], strict=True))
 STYLES = ("o-", "s--", "^:", "D-.", "v-", "P--", "X:", "*-.")  # of an engine's lines, in turn
 LINKS = {
     "NCCL_P2P_DISABLE=1": "through host memory",

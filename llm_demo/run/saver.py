@@ -62,6 +62,8 @@ class Saver:
         self.thread = self.problem = None
         self.published: dict | None = None  # the record of a checkpoint that is to be logged
         self.staged, self.reserving = {}, None
+        # of a script's weights, on the CPU: those that all ranks must have made together
+        self.meshes = {}
         self.stop = False  # a signal has asked the run to stop
         if args.save and world.local_size < world.size:
             self._require_shared_folder()
@@ -308,7 +310,7 @@ class Saver:
                 self.staged[name] = torch.empty_like(local, device="cpu")
             copies[name] = self.staged[name].copy_(local, non_blocking=True)
             if isinstance(t, DTensor):
-                mesh = on_device(t.device_mesh, "cpu")
+                mesh = self.meshes.get(t.device_mesh) or on_device(t.device_mesh, "cpu")
                 copies[name] = DTensor.from_local(
                     copies[name], mesh, t.placements, shape=t.shape, stride=t.stride()
                 )
