@@ -364,23 +364,6 @@ def test_what_is_printed_holds_no_login(tmp_path, monkeypatch):
     assert "hunter" not in done.stdout + done.stderr
 
 
-OSC = "\x1b]0;title\x07 \x9b31m \u202eback"
-
-
-@pytest.mark.parametrize(
-    "row, code",
-    [({"prompt": "Why?", "completion": f"So{OSC}."}, 0), ({f"a{OSC}": "b"}, 2)],
-    ids=["shown", "refused"],
-)
-def test_no_file_orders_a_terminal_about(row, code, tmp_path):
-    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 9)
-    flags = f"--train_json {tmp_path}/rows.jsonl --eval_json none --dry_run --seq_len 64"
-    done = run([sys.executable, ROOT / SCRIPTS["fsdp"], *flags.split()])
-    said = done.stdout + done.stderr
-    assert done.returncode == code, said
-    assert "\\x1b]0;title" in said and not errors.CONTROL.search(said)
-
-
 @pytest.mark.parametrize(
     "what, where", [("llm_demo.fit", "a full disk"), ("llm_demo.launch", "no reader")]
 )
@@ -401,14 +384,6 @@ def test_output_that_goes_nowhere_is_no_traceback(what, where):
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
     assert done.returncode == 0, done.stderr
     assert ("warning: No space" in done.stderr) == (where == "a full disk")
-
-
-def test_ctrl_c_in_a_program_is_one_line(ended, capsys):
-    def main():
-        raise KeyboardInterrupt
-
-    dist.run(main)
-    assert (ended, capsys.readouterr().err) == ([130], "error: stopped by SIGINT\n")
 
 
 WAIT = """
@@ -469,10 +444,3 @@ def test_too_many_open_files_are_one_line():
     error = RuntimeError("[enforce fail at socket.cc:24] socket: Too many open files")
     line = "rank 0: Too many open files: raise the limit of ulimit -n"
     assert dist.verdict(error, None, None) == (1, line, False)
-
-
-def test_a_parent_that_is_no_number_is_one_line(record_property):
-    record_property("bad inputs", 1)
-    done = run([sys.executable, "-m", "llm_demo.check", "--help"], LLM_DEMO_PARENT="abc")
-    line = "error: LLM_DEMO_PARENT=abc: must be a whole number, 0 or more\n"
-    assert (done.returncode, done.stderr) == (2, line)

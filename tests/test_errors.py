@@ -1,6 +1,5 @@
 """Bad input to both launchers: one clear line, a non-zero exit within seconds, nothing lost."""
 
-import errno
 import json
 import math
 import os
@@ -37,7 +36,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llm_demo import fit
 from llm_demo.machine.dist import run as run_main
 from llm_demo.machine.dist import start
-from llm_demo.machine.process import fault_of_environment
 from llm_demo.model.families import FAMILIES
 
 DOWN = "model.layers.0.mlp.down_proj.weight"
@@ -378,53 +376,3 @@ def test_an_environment_that_an_import_refuses_is_one_line(command, name, record
     done = run([sys.executable, *command], fresh=True, **{name: "junk"})
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert done.stderr.startswith(f"error: {name} in the environment: ")
-
-
-def test_only_what_a_message_names_or_quotes_is_blamed(monkeypatch):
-    for name in [*os.environ]:
-        monkeypatch.delenv(name)
-    ours = {"A_SIZE": "x", "N": "1", "_": "/bin/x", "NAME": "some", "QUIET": "false"}
-    for name, value in ours.items():
-        monkeypatch.setenv(name, value)
-    said = "invalid literal for int() with base 10: 'x'"
-    assert fault_of_environment(ValueError(said)) == f"A_SIZE in the environment: {said}"
-    assert fault_of_environment(RuntimeError("no interface: some")).startswith("NAME in")
-    assert fault_of_environment(RuntimeError("A_SIZE must be\n  a number")).startswith("A_SIZE in")
-    for other in ("index 1 is out of range: 1", "some_x: not A_SIZES", "NAME of some file",
-                  "ipv6: false, port: 1"):  # fmt: skip
-        assert fault_of_environment(ValueError(other)) is None
-    assert fault_of_environment(ImportError("No module named 'x'")) is None
-
-
-def test_a_path_without_permission_is_one_line(ended, tmp_path, capsys):
-    denied = tmp_path / "denied"
-    denied.mkdir(mode=0)
-
-    def main():
-        user = os.geteuid()
-        os.seteuid(user or 65534)  # root may read everything
-        try:
-            (denied / "x").stat()
-        finally:
-            os.seteuid(user)
-
-    run_main(main)
-    assert ended == [2]
-    assert capsys.readouterr().err == f"error: {denied}/x: Permission denied\n"
-
-    def bug():
-        raise PermissionError(errno.EPERM, "Operation not permitted")  # of no path
-
-    run_main(bug)
-    assert ended == [2, 1]
-    assert "Traceback" in capsys.readouterr().err
-
-    def full():
-        try:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x")
-        finally:
-            main()
-
-    run_main(full)
-    assert ended == [2, 1, 1]
-    assert capsys.readouterr().err == "error: rank 0: No space left on device: x\n"

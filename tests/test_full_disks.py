@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -19,7 +20,6 @@ from test_runs import train  # noqa: F401
 
 from llm_demo.core.errors import UserError
 from llm_demo.machine.files import disk_full
-from llm_demo.run import records, saver
 from llm_demo.run.export_run import export
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -37,51 +37,21 @@ def limit(size=None):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.fixture
-def small(tmp_path):
-    """A disk of 1 MB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder])
-    if done.returncode:
-        pytest.skip("mounting a small disk takes root")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
-
-
-def refused_writes(folder):
-    """(name, what is said) of everything that writes much, in a folder with little room."""
+def test_a_file_over_the_limit_is_called_that(tmp_path):
+    """By the writers that write much."""
     big = {"a": torch.zeros(1000, 1000)}
-    checkpoints = make(folder)
-    writes = {
-        "checkpoint": lambda: checkpoints.save(1, big, checkpoints.log.facts(), wait=True),
-        "safetensors": lambda: save_file(big, folder / "x.safetensors"),
-        "numpy": lambda: np.save(folder / "x.npy", np.zeros(10**6)),
-        "torch": lambda: torch.save(big, folder / "x.pt"),
-        "text": lambda: (folder / "x.txt").write_text("x" * 10**7),
-    }
-    for name, write in writes.items():
-        with pytest.raises(Exception) as raised:  # noqa: PT011  of many kinds
+    checkpoints = make(tmp_path)
+    for write in (
+        lambda: checkpoints.save(1, big, checkpoints.log.facts(), wait=True),
+        lambda: save_file(big, tmp_path / "x.safetensors"),
+        lambda: np.save(tmp_path / "x.npy", np.zeros(10**6)),
+        lambda: torch.save(big, tmp_path / "x.pt"),
+    ):
+        with limit(300_000), pytest.raises(Exception) as raised:  # noqa: PT011  of many kinds
             write()
         error = raised.value
-        yield name, str(error) if isinstance(error, UserError) else disk_full(error, folder)
-        for left in folder.glob("x*"):
-            left.unlink()
-
-
-WHOLE = "a file could not be written whole: its disk is full, or ulimit -f is too low"  # or less
-
-
-def test_a_small_disk_is_called_full(small):
-    for name, said in refused_writes(small):
-        assert f"No space left on device: {small}" in said or f"{WHOLE}: {small}" in said, name
-
-
-def test_a_file_over_the_limit_is_called_that(tmp_path):
-    with limit(300_000):
-        found = list(refused_writes(tmp_path))
-    for name, said in found:
-        assert f"File too large: {tmp_path}" in said or f"{WHOLE}: {tmp_path}" in said, name
+        said = str(error) if isinstance(error, UserError) else disk_full(error, tmp_path)
+        assert re.search(f"(File too large|or ulimit -f is too low): {tmp_path}", said)
 
 
 def test_a_full_disk_under_a_run_is_one_line(train, monkeypatch):  # noqa: F811
@@ -138,26 +108,6 @@ def test_a_folder_deleted_under_a_launched_run(tmp_path):
     assert process.returncode == 2 and "Traceback" not in err, err
     assert errors[0].startswith("error: out is gone: it was deleted") and len(errors) == 1, err
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    "moment", [(records.Records, "add"), (saver.Saver, "_refuse_non_finite")], ids=["step", "save"]
-)
-def test_a_folder_replaced_under_a_run_is_one_line(moment, train, tmp_path, monkeypatch):  # noqa: F811
-    """By another of the same name, in which the run then writes nothing. save: just after the
-    checkpoint's writing has looked at it."""
-    act = vars(moment[0])[moment[1]]
-
-    def replaced(self, step, *rest):
-        if step == 2:
-            self.log.folder.rename("moved")
-            self.log.folder.mkdir()
-        act(self, step, *rest)
-
-    monkeypatch.setattr(*moment, replaced)
-    with pytest.raises(UserError, match="^out is gone: it was deleted or moved during"):
-        train("fsdp", "--max_steps 4 --save_every 2 --log_every 9")
-    assert not [*(tmp_path / "out").iterdir()]
 
 
 def test_a_resume_of_an_ended_run_writes_its_model_files_again(train, tmp_path):  # noqa: F811

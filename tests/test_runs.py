@@ -438,6 +438,20 @@ def test_a_folder_that_another_run_used_meanwhile_is_not_taken(tmp_path):
         run_lock.take_folder(tmp_path, args, None)
 
 
+def test_a_folder_replaced_under_a_run_is_seen(tmp_path):
+    for away in ("out", "out/cmd.sh"):
+        (tmp_path / "out").mkdir(exist_ok=True)
+        lock = run_lock.Lock(tmp_path / "out", "a")
+        assert not lock.lost()
+        (tmp_path / away).rename(tmp_path / "away")
+        assert lock.lost()
+        lock.path.parent.mkdir(exist_ok=True)
+        lock.path.touch()
+        assert lock.lost()  # another run's
+        lock.close()
+        (tmp_path / "away").rename(tmp_path / f"gone {len(away)}")
+
+
 def test_a_checkpoint_that_vanishes_is_one_line(tmp_path):
     """As a live run's may, where --resume names it."""
     save(make(tmp_path), 1)
