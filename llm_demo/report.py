@@ -38,7 +38,7 @@ POINTS_OF_A_LINE = 150  # of steps in a long line: their median and range are dr
 PAGE = Path(__file__).with_suffix(".html")  # the template
 MARKER = "<!-- llm_demo report -->"  # only files with this marker are replaced
 
-COLORS = ("#0072b2", "#d25500", "#00805c", "#a6478a", "#8a6a00", "#5b4fc4", "#5a6675", "#b3005e")
+COLORS = ("#0072b2", "#d25500", "#00805c", "#a6478a", "#8a6a00", "#5b4fc4")
 MUTED, LINE = "#5a6675", "#dce0e6"
 PARTS_OF_A_STEP = {  # of a step, in the order of the bars
     "compute": ("compute and idle", "#93a1b1"),

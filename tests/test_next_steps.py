@@ -94,18 +94,14 @@ def test_commands_are_quoted_and_parse(folder):
 
 
 def test_only_commands_that_can_work(folder, monkeypatch):
+    args = evaluate.make_parser().parse_args(words(said(folder, eval_json="none")["evaluate"]))
+    assert (args.models, args.data) == (["my run/hf"], "FILE")  # which the user has to name
     (folder / "hf").mkdir()
     assert "export" not in said(folder) and "evaluate" in said(folder)
     monkeypatch.setenv("NNODES", "2")  # each node has a command of its own
     assert "continue" not in said(folder) and "same command on every node" in resume(folder)
     (folder / "checkpoints/latest").unlink()
     assert not {"export", "evaluate", "continue"} & said(folder).keys()
-
-
-def test_without_held_out_data_a_file_is_to_be_named(folder):
-    found = said(folder, eval_json="none")
-    args = evaluate.make_parser().parse_args(words(found["evaluate"]))
-    assert (args.models, args.data) == (["my run/hf"], "FILE")
 
 
 def test_chat_has_the_system_prompt_that_all_rows_have(folder, tmp_path):

@@ -123,27 +123,20 @@ def test_times_are_of_a_step_and_of_the_slowest_rank():
         assert rates == pytest.approx([20, 10, 40]) and r["data/fill"] == 0.5
 
 
-def test_the_best_loss_is_of_steps_with_a_loss():
-    timer, records, _, _ = a_run(4)
-    for step, loss in enumerate((float("nan"), 3.0, 2.0, 2.5), start=1):
-        add(timer, records, step, loss=torch.tensor(loss))
-    records.flush()
-    summary = summarise(records.history, SETTINGS, 1.0, None, None, [0.0])
-    assert (summary["best_loss"], summary["last_loss"]) == (2.0, 2.5)
-
-
 def test_medians_are_of_the_steps_since_the_last_start():
     """Those before a resume may be another script's."""
     keys = ("step_ms", "slots_per_s", "toks_per_s", "label_toks_per_s", "data_ms")
     history = SimpleNamespace(tokens=7, label_tokens=7, evals=[], exact=[], records=[])
     for step in range(1, 9):
         of = {f"perf/{key}": float(step) for key in keys} | dict.fromkeys(TIMES)
-        of |= {"perf/peak_mem_gb": [0.0], "train/loss": 1.0, "train/skipped": False}
+        loss = float("nan") if step == 1 else 2.0 + abs(step - 6)
+        of |= {"perf/peak_mem_gb": [0.0], "train/loss": loss, "train/skipped": False}
         history.records.append({"step": step, **of})
     for first, median in ((0, 5.5), (4, 7.5), (8, 5.5)):  # 8: nothing was left to train
         history.first_step = first
         summary = summarise(history, SETTINGS, 1.0, None, None, [0.0])
         assert (summary["steps"], summary["median_step_ms"]) == (8, median)
+        assert (summary["best_loss"], summary["last_loss"]) == (2.0, 4.0)  # of steps with one
 
 
 @pytest.fixture
@@ -167,15 +160,11 @@ def test_a_line_fits_the_terminal(on_terminal, monkeypatch):
         return line
 
     always = ("step 1234/5000", "loss 1.2345", "1234 ms", "mem 76.5 GiB", "eta 1:34:56")
-    lines = {columns: shown(columns) for columns in (200, 150, 140, 110, 95, 82, 80)}
+    lines = {columns: shown(columns) for columns in (200, 150, 110, 80)}
     assert all(part in line for line in lines.values() for part in always)
     assert lines[200] == " | ".join(fields)
     assert lines[150] == lines[200].replace(" (12.3k labels)", "")
-    assert lines[140] == lines[150].replace(" (comm 123)", "")
-    assert lines[110] == lines[140].replace("load 1.3x | gnorm 12.34 | ", "")
-    assert lines[95] == lines[110].replace("mfu 45.6% | ", "")
-    assert lines[82] == lines[95].replace("lr 2.0e-05 | ", "")
-    assert lines[80] == lines[82].replace("123.4k tok/s | ", "")
+    assert "lr 2.0e-05" in lines[110] and "gnorm" not in lines[110]
 
 
 def test_every_line_of_a_run_has_the_same_columns(on_terminal, monkeypatch):
