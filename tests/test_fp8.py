@@ -266,8 +266,8 @@ def test_where_it_works(record_property):
     assert decide("rowwise_gw", H100, BF16, works, seq_len=1001)[0] == "rowwise_gw"
     assert "emulated" in decide("blockwise", CPU, Compute(torch.float32, "math", False))[1][0]
     cases = [
-        (("rowwise", A100, BF16), "has no fp8: it came with sm_89"),
-        (("rowwise", MI300, BF16), "not supported on AMD GPUs"),
+        (("rowwise", A100, BF16), "needs an NVIDIA GPU of sm_89 or later"),
+        (("rowwise", MI300, BF16), "needs an NVIDIA GPU of sm_89 or later"),
         (("rowwise", H100, Compute(torch.float32, "math", True)), "needs --dtype bf16, not fp32"),
         (("rowwise", H100, Compute(torch.float16, "math", True)), "needs --dtype bf16, not fp16"),
         (("rowwise", H100, Compute(torch.bfloat16, "math", False)), "needs compiled blocks"),

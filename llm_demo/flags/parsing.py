@@ -271,8 +271,8 @@ def flag_text(value) -> str:
 
 def refuse_unknown(word: str, groups: list[type]) -> typing.NoReturn:
     """Raise UserError for a word of the command line that is no flag of these groups, with the
-    flag that is probably meant: the same in other trainers, the first that begins with these
-    words, one spelt much like it, or one that is its first words."""
+    flag that is probably meant: the same in other trainers, one spelt much like it, or the first
+    that begins with these words."""
     name = word.split("=")[0].lstrip("-")
     scripts = [folder for folder, fields in own_fields().items() if name in fields]
     if scripts:
@@ -283,10 +283,8 @@ def refuse_unknown(word: str, groups: list[type]) -> typing.NoReturn:
             meant[spelling] = flag
         if kind_of(field) is bool:
             meant[f"no_{flag}"] = f"no_{flag}"
-    near = [name] if name in meant else []
+    near = difflib.get_close_matches(name, meant, 1)  # itself, if it is among them
     near += [spelling for spelling in meant if spelling.startswith(f"{name}_")]
-    near += difflib.get_close_matches(name, meant, 1)
-    near += [spelling for spelling in meant if name.startswith(f"{spelling}_")]
     hint = "see --help"
     if near and word.startswith("--"):
         hint = f"did you mean --{meant[near[0]]}?"

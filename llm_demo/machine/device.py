@@ -192,10 +192,8 @@ def refuse_gpus(gpus: Iterable[int]) -> None:
         each = ", ".join(
             f"GPU {', '.join(map(str, alike))}: {this_device(alike[0])}" for alike in kinds.values()
         )
-        name, value = only(max(kinds.values(), key=len))
-        raise UserError(
-            f"the GPUs of a run must be of one kind, not {each}: pick some by {name}={value}"
-        )
+        name, _ = only(gpus)
+        raise UserError(f"the GPUs of a run must be of one kind, not {each}: pick some by {name}")
 
 
 def pick_dtype(asked: str, device: Device) -> tuple[torch.dtype, str]:

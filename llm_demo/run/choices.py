@@ -91,9 +91,6 @@ def why_not(impl: str, device: Device, dtype: torch.dtype, single: bool) -> str 
     if dtype == torch.float32:
         return "needs bf16 or fp16"
     if not has_fused_kernels(device):
-        if device.vendor == "amd":
-            build = "PyTorch's ROCm build" if impl == "varlen" else "flash-attn"
-            return f"{build} has no kernel for {device.arch}"
         return f"has no kernel for {device.arch}"
     return None
 
@@ -218,9 +215,7 @@ def choose_product(config, device: Device, dtype: torch.dtype, probe=try_kernel)
     problem = probe("experts", dtype_name(dtype))
     if problem:
         return "looped", f"the grouped product does not work here: {problem}"
-    if is_sm(device, 90) and not is_sm(device, 110):
-        return "grouped", "one kernel for all experts"
-    return "grouped", f"PyTorch's, which may be a loop over experts on {device.arch}"
+    return "grouped", "by PyTorch; one kernel on sm_90 and sm_100, elsewhere perhaps a loop"
 
 
 def why_not_compiled(product: str) -> str | None:
@@ -293,10 +288,8 @@ def choose_fp8(
     flag, on_gpu = f"--fp8 {args.fp8}", device.type == "cuda"
     tokens = args.micro_batch_size * seq_len // args.sequence_parallel
     multiple = {"rowwise": 16, "blockwise": BLOCK}.get(args.fp8, 1)
-    if device.vendor == "amd":
-        raise UserError(f"{flag}: not supported on AMD GPUs: {device.name} ({device.arch})")
     if on_gpu and not is_sm(device, 89):
-        raise UserError(f"{flag}: {device.name} ({device.arch}) has no fp8: it came with sm_89")
+        raise UserError(f"{flag} needs an NVIDIA GPU of sm_89 or later, not {device}")
     if compute.dtype == torch.float16 or on_gpu and compute.dtype != torch.bfloat16:
         raise UserError(f"{flag} needs --dtype bf16, not {dtype_name(compute.dtype)}")
     if on_gpu and not compute.compile:
