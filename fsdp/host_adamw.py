@@ -300,9 +300,11 @@ class HostAdamW(torch.optim.AdamW):
             chosen = [part for part in parts if part.group is group]
             if not chosen:
                 continue
-            masters, *moments = ([states[part.span] for part in chosen] for states in slot)
-            grads, steps = [part.grads for part in chosen], [taken.clone() for _ in chosen]
-            each = [*zip(masters, grads, *moments, steps, strict=True)]
+            masters, each = [], []
+            for part in chosen:
+                master, exp_avg, exp_avg_sq = (states[part.span] for states in slot)
+                masters.append(master)
+                each.append((master, part.grads, exp_avg, exp_avg_sq, taken.clone()))
             fused_adamw(group, each, self.grad_scale)
             torch._foreach_copy_([part.weights for part in chosen], masters)
 

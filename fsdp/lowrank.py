@@ -152,10 +152,6 @@ class LowRank:
         whole = sum(local_part(self.params[i]).numel() for i in self.whole)
         total = sum(local_part(p).numel() for p in self.params)
         share = f"{(thin + whole) / total:.1%} of the gradients' bytes are sent"
-        small = [self.params[i].hf_name for i in self.whole if self.params[i].ndim > 1]
-        if len(small) > 1:
-            small[1:] = [f"{len(small) - 1} more"]
-        share += f"; too small to compress: {' and '.join(small)}" if small else ""
         return f"PowerSGD from step {self.start + 1} on: {share}"
 
     @torch.no_grad()

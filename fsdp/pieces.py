@@ -22,7 +22,7 @@ def use_pieces(unit: Blocks) -> None:
         frozen = any(not p.requires_grad for p in network.parameters())
         if frozen and not hasattr(network, "experts"):
             network.__class__ = in_pieces(type(network))
-            network.again = unit.list_results_to_keep, unit.dropout
+            network.lists_results, network.has_dropout = unit.list_results_to_keep, unit.dropout
 
 
 @functools.cache
@@ -35,8 +35,11 @@ def in_pieces(kind: type[nn.Module]) -> type[nn.Module]:
             pieces, run = hidden.flatten(0, 1).split(PIECE), super().forward
             if len(pieces) < 3:
                 return run(hidden)
-            how = self.again if torch.is_grad_enabled() else None
-            done = [recomputed(run, piece, *how) if how else run(piece) for piece in pieces]
+            if torch.is_grad_enabled():
+                lists, dropout = self.lists_results, self.has_dropout
+                done = [recomputed(run, piece, lists, dropout) for piece in pieces]
+            else:
+                done = [run(piece) for piece in pieces]
             return torch.cat(done).view_as(hidden)
 
     return Pieces

@@ -88,18 +88,21 @@ def layout_of(args: Args, world: World) -> Layout:
 
 def refuse_plan(args: Args, layout: Layout, plan) -> None:
     """Raise UserError for what contradicts the plan: its dtype, or its rows."""
-    low, seq_len = plan.compute.dtype != torch.float32, plan.data.train.seq_len
-    if seq_len % layout.part.count:
-        flag = "tensor_parallel" if args.tensor_parallel > 1 else "sequence_parallel"
-        raise UserError(
-            f"--{flag} {layout.part.count} does not divide {seq_len}, the tokens of a row: set "
-            "--seq_len"
-        )
+    refuse_slices(args, plan.data.train.seq_len, layout.part.count)
     refuse_shares(plan.source.config, args.tensor_parallel)
     if args.psgd_rank and plan.compute.dtype == torch.float16:
         raise UserError("--psgd_rank does not work in fp16, which is the default on this GPU")
-    if args.copy_engines and not (layout.sharded and low):
+    if args.copy_engines and not (layout.sharded and plan.compute.dtype != torch.float32):
         raise UserError("--copy_engines requires FSDP with --dtype bf16 or fp16")
+
+
+def refuse_slices(args: Args, seq_len: int, n: int) -> None:
+    """Raise UserError if a row can't be cut into n equal slices."""
+    if seq_len % n:
+        flag = "tensor_parallel" if args.tensor_parallel > 1 else "sequence_parallel"
+        raise UserError(
+            f"--{flag} {n} does not divide {seq_len}, the tokens of a row: set --seq_len"
+        )
 
 
 def parallelism_of(layout: Layout, args: Args, world: World, say: Callable) -> str:

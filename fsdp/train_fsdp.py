@@ -89,6 +89,13 @@ class Fsdp:
     def __init__(self, job: Job, layout: Layout):
         args, world, plan, saver = job.args, job.world, job.plan, job.saver
         self.args, self.job, self.layout, self.device = args, job, layout, world.device
+        self.inputs = functools.partial(
+            inputs_of,
+            attn_impl=plan.compute.attn_impl,
+            device=world.device,
+            part=layout.part,
+            whole_positions=layout.tensor_parallel > 1,
+        )
         self.model, self.optimized, compiled = build(
             args, plan, layout, world, saver, job.log, timed=job.timer.comm.call
         )
@@ -180,17 +187,7 @@ class Fsdp:
 
     def forward(self, batch, index, targets=None, answers=None) -> torch.Tensor:
         """DecoderLoss.forward of this rank's slice of the rows. index: of whole rows."""
-        inputs = inputs_of(
-            batch,
-            index,
-            targets,
-            answers,
-            attn_impl=self.job.plan.compute.attn_impl,
-            device=self.device,
-            part=self.layout.part,
-            whole_positions=self.layout.tensor_parallel > 1,
-        )
-        return self.model(*inputs)
+        return self.model(*self.inputs(batch, index, targets, answers))
 
     def batches_of(self, rows):
         train, micro, layout = self.job.plan.data.train, self.args.micro_batch_size, self.layout
@@ -199,8 +196,8 @@ class Fsdp:
     def see(self, batch) -> None:
         """Let routers know which tokens are padding."""
         if self.model.routers:
-            real = to_device(self.device, real_tokens(batch, self.layout.part))
-            self.model.routers.see(*real)
+            (real,) = to_device(self.device, real_tokens(batch, self.layout.part))
+            self.model.routers.see(real)
 
     @torch.no_grad()
     def count_choices(self, rows) -> None:

@@ -24,12 +24,17 @@ if __name__ == "__main__":  # before the slow imports
 import torch
 import torch.distributed as dist
 
-from fsdp.sharding import from_owners, not_optimized, set_sync, training_state
+from fsdp.sharding import (
+    from_owners,
+    not_optimized,
+    refuse_slices,
+    set_sync,
+    training_state,
+)
 from fsdp_pp import orders
 from fsdp_pp.build import StageLayout, TiedEnds, build_pieces, stage_layout, tied_group
 from fsdp_pp.transfers import Links, receive_early
 from llm_demo.core.decoder import inputs_of
-from llm_demo.core.errors import UserError
 from llm_demo.core.loop import heldout_batches
 from llm_demo.core.masters import Masters
 from llm_demo.core.mesh import SHARD, SPLIT, on_device
@@ -67,12 +72,7 @@ def main() -> None:
         refuse_shares(config, args.tensor_parallel)
 
     counts = plan_and_cut(job, layout.data_parallel, layout.where, refuse)
-    slots = job.plan.data.train.seq_len
-    if slots % args.tensor_parallel:
-        raise UserError(
-            f"--tensor_parallel {args.tensor_parallel} does not divide {slots}, the tokens of a "
-            "row: set --seq_len"
-        )
+    refuse_slices(args, job.plan.data.train.seq_len, args.tensor_parallel)
     if args.copy_engines and args.stages == 1:
         job.log.say("warning: --copy_engines has no effect: one stage sends nothing")
     if args.reshard_after_forward and layout.n_shards == 1:
@@ -121,6 +121,13 @@ class ShardedPipeline:
         args, world, plan, saver = job.args, job.world, job.plan, job.saver
         self.args, self.plan, self.layout, self.timer = args, plan, layout, job.timer
         self.device, self.last = world.device, len(layout.where) - 1
+        self.inputs = functools.partial(
+            inputs_of,
+            attn_impl=plan.compute.attn_impl,
+            device=world.device,
+            part=layout.part,
+            whole_positions=layout.part.count > 1,
+        )
         self.links = self.connect(job)
         self.pieces, self.optimized, compiled = build_pieces(
             args, plan, layout, counts, world, job.log
@@ -247,18 +254,6 @@ class ShardedPipeline:
         schedule, stages = self.args.schedule, self.args.stages
         works = [order(schedule, stages, stage, micro_batches) for stage in range(stages)]
         return orders.with_receives(works, self.layout.where, self.layout.stage)
-
-    def inputs(self, batch, index, targets=None, answers=None) -> list:
-        return inputs_of(
-            batch,
-            index,
-            targets,
-            answers,
-            attn_impl=self.plan.compute.attn_impl,
-            device=self.device,
-            part=self.layout.part,
-            whole_positions=self.layout.part.count > 1,
-        )
 
     def hidden_shape(self, micro: int) -> torch.Size:
         """[rows, slots of this rank's slice, d] of the hidden states of a micro-batch."""

@@ -411,10 +411,14 @@ def test_an_mi100_is_not_taken_for_a_hopper(monkeypatch):
         name="AMD Instinct MI100", gcnArchName="gfx908:sramecc+:xnack-", total_memory=32 * 2**30,
         multi_processor_count=120,
     )  # fmt: skip
-    monkeypatch.setattr(torch.version, "hip", "6.4.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: props)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: (9, 0))
+    machine = {
+        "torch.version.hip": "6.4.0",
+        "torch.cuda.is_available": lambda: True,
+        "torch.cuda.get_device_properties": lambda i: props,
+        "torch.cuda.get_device_capability": lambda i: (9, 0),
+    }
+    for name, part in machine.items():
+        monkeypatch.setattr(name, part)
     device = this_device()
     assert device == MI100
     assert pick(device)[0] == "bucketed"

@@ -22,7 +22,7 @@ from llm_demo.core.attention import LongRope
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import Slice
 from llm_demo.model.costs import Heads, share_of_heads
-from llm_demo.run import choices
+from llm_demo.run.choices import decide_compute
 
 MODELS = {**parity.MODELS, "qwen": moe.MODELS["qwen"], "deepseek": moe.MODELS["deepseek"]}
 # whose frequencies change after 24 tokens of a document
@@ -187,24 +187,9 @@ def test_heads_of_a_rank():
         share_of_heads(heads, 5)
     with pytest.raises(UserError, match="6 neither divides nor is a multiple of 4, the heads of"):
         share_of_heads(heads, 6)
-
-
-@pytest.mark.parametrize("ranks, expected", [(1, (4, 2)), (2, (2, 1)), (4, (1, 1)), (3, None)])
-def test_attention_is_chosen_for_the_heads_of_a_rank(ranks, expected, monkeypatch):
-    asked = []
-
-    def choose(impl, device, dtype, heads, **more):
-        asked.append(heads[:2])
-        return "math", []
-
-    monkeypatch.setattr(choices, "choose_attention", choose)
-    args = args_with(compile=False, sequence_parallel=ranks)
-    if expected:
-        choices.decide_compute(args, CPU, torch.float32, MODELS["tied"], [])
-        assert asked == [expected]
-    else:
-        with pytest.raises(UserError, match="does not divide 4"):
-            choices.decide_compute(args, CPU, torch.float32, MODELS["tied"], [])
+    args = args_with(compile=False, sequence_parallel=3)
+    with pytest.raises(UserError, match="does not divide 4"):
+        decide_compute(args, CPU, torch.float32, MODELS["tied"], [])
 
 
 def test_positions_of_a_slice():

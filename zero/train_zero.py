@@ -80,6 +80,7 @@ class Zero:
         args, world, plan = job.args, job.world, job.plan
         config, weights, compute = plan.source.config, plan.source.weights, plan.compute
         self.args, self.world, self.timer, self.plan = args, world, job.timer, plan
+        self.inputs = functools.partial(inputs_of, attn_impl=compute.attn_impl, device=world.device)
 
         # stage 3 shards each block as soon as it has weights
         ds_patches.join_group(world.device)
@@ -152,9 +153,7 @@ class Zero:
 
     def forward(self, batch, index, targets=None, answers=None, call=None) -> torch.Tensor:
         """DecoderLoss.forward. call: the engine, for a forward that has a backward."""
-        attn_impl, device = self.plan.compute.attn_impl, self.world.device
-        inputs = inputs_of(batch, index, targets, answers, attn_impl=attn_impl, device=device)
-        return (call or self.model)(*inputs)
+        return (call or self.model)(*self.inputs(batch, index, targets, answers))
 
 
 if __name__ == "__main__":

@@ -267,12 +267,12 @@ def keep_part(model: PreTrainedModel, grid: DeviceMesh) -> None:
 def spread_experts(product, self, hidden, index, weights):
     """As `sorted_experts`, by this rank's experts for the tokens of the group's ranks, each of
     which has as many tokens."""
-    n, over = len(self.gate_up_proj), self.spread_over
-    hidden, weights = (spread_tokens(x, True, *over) for x in (hidden, weights))
-    index = gather_rows(index, *over) - self.first
+    n, (group, size) = len(self.gate_up_proj), self.spread_over
+    hidden, weights = (spread_tokens(x, True, group, size) for x in (hidden, weights))
+    index = gather_rows(index, group, size) - self.first
     index = index.where((index >= 0) & (index < n), n)  # another rank's
     added = sorted_experts(product, self, hidden, index, weights)
-    return spread_tokens(added, False, *over)
+    return spread_tokens(added, False, group, size)
 
 
 PRODUCTS = {"grouped": grouped_product, "looped": looped_product}

@@ -36,16 +36,19 @@ def cross_entropy_sum(
     and always if the head is frozen. in_place: in several chunks, the head's gradient takes the
     memory of its fp32 sum, twice its own: less at the loss, more until the gradient is freed."""
     rows = hidden.flatten(0, 1).index_select(0, index)
-    functions = (_loss_of_logits, _scaled)
+    loss_of_logits, scaled = _loss_of_logits, _scaled
     if compiled:
-        kernel = _kernel(rows.device.type) or _compiled(_loss_of_logits)
-        functions = (kernel, _compiled(_fused_scaled))
+        loss_of_logits = _kernel(rows.device.type) or _compiled(_loss_of_logits)
+        scaled = _compiled(_fused_scaled)
     # a frozen head has no gradient to sum over chunks
     slim = slim and len(rows) > CHUNK_ROWS or not weight.requires_grad
     chunks = _chunks(len(rows), CHUNK_ROWS // SLIM if slim else CHUNK_ROWS)
-    needs = torch.is_grad_enabled(), torch.is_grad_enabled() and weight.requires_grad
+    needs_grad = torch.is_grad_enabled()
+    of_head = needs_grad and weight.requires_grad
     in_place = in_place and len(chunks) > 1
-    return _ChunkedCrossEntropy.apply(rows, weight, targets, chunks, in_place, *needs, *functions)
+    return _ChunkedCrossEntropy.apply(
+        rows, weight, targets, chunks, in_place, needs_grad, of_head, loss_of_logits, scaled
+    )
 
 
 @torch.no_grad()

@@ -22,9 +22,18 @@ def loss_of_logits(logits: torch.Tensor, targets: torch.Tensor, scale: float = 1
     n, columns = logits.shape
     losses = torch.empty(n, dtype=torch.float32, device=logits.device)
     if n:
-        constants = scale, LANES, EACH
         warps = LANES // torch.cuda.get_device_properties(logits.device).warp_size  # 64 on CDNA
-        _row[(n,)](logits, targets, losses, logits.stride(0), columns, *constants, num_warps=warps)
+        _row[(n,)](
+            logits,
+            targets,
+            losses,
+            logits.stride(0),
+            columns,
+            SCALE=scale,
+            LANES=LANES,
+            EACH=EACH,
+            num_warps=warps,
+        )
     return losses.sum()
 
 

@@ -1,6 +1,7 @@
 """AdamW, the learning rate schedule, sums and global norm of gradients, fp16's loss scale."""
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 
@@ -71,33 +72,41 @@ class CompiledAdamW(torch.optim.AdamW):
         """grad_scale, found_inf: as in PyTorch's fused AdamW, 0-dim fp32 tensors or not set
         (DeepSpeed's fp32 and fp16 optimizers scale and skip by themselves)."""
         for group in self.param_groups:
-            lists = [[] for _ in range(6)]
-            self._init_group(group, *lists)
-            if not lists[0]:
+            params, grads, exp_avgs, exp_avg_sqs, maxima, steps = ([] for _ in range(6))
+            self._init_group(group, params, grads, exp_avgs, exp_avg_sqs, maxima, steps)
+            if not params:
                 continue
-            one = torch.ones_like(lists[5][0])
+            one = torch.ones_like(steps[0])
             divisor, skip = getattr(self, "grad_scale", one), getattr(self, "found_inf", 1 - one)
             large, small = [], []
-            for each in zip(*(lists[i] for i in (0, 1, 2, 3, 5)), strict=True):
+            for each in zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True):
                 compiles = each[0].numel() >= self.LARGE or LOW in self.state[each[0]]
                 (large if compiles else small).append(each)
             if small:
                 fused_adamw(group, small, divisor, skip)
             if large:
                 (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
-                steps = [step for *_, step in large]  # all equal: each has a gradient every time
-                torch._foreach_add_(steps, 1 - skip)
+                counts = [count for *_, count in large]  # equal: each has a gradient every time
+                torch._foreach_add_(counts, 1 - skip)
                 # Scalars as tensors made on the device: no recompilation and no wait.
-                taken = steps[0].double()
+                taken = counts[0].double()
                 size = (lr / (1 - beta1**taken)).float()
                 root = (1 - beta2**taken).sqrt().float()
-                numbers = divisor, skip, one * (lr * decay), size, root, beta1, beta2, group["eps"]
-            for *tensors, _ in large:
-                slices = [self._slices(t) for t in tensors]
-                low = self.state[tensors[0]].get(LOW)
-                low = [None] * len(slices[0]) if low is None else self._slices(low)
-                for *parts, other_half in zip(*slices, low, strict=True):
-                    compile_once(_adamw)(*parts, *numbers, other_half)
+                less, eps = one * (lr * decay), group["eps"]
+            for param, grad, exp_avg, exp_avg_sq, _ in large:
+                remainder = self.state[param].get(LOW)
+                slices = zip(
+                    self._slices(param),
+                    self._slices(grad),
+                    self._slices(exp_avg),
+                    self._slices(exp_avg_sq),
+                    itertools.repeat(None) if remainder is None else self._slices(remainder),
+                    strict=False,
+                )
+                for p, g, m, v, low in slices:
+                    compile_once(_adamw)(
+                        p, g, m, v, divisor, skip, less, size, root, beta1, beta2, eps, low
+                    )
 
     def _slices(self, t: torch.Tensor) -> list[torch.Tensor]:
         """The tensor in slices, flat, so that shapes of equal size share their code."""
