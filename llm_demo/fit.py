@@ -110,7 +110,7 @@ if __name__ == "__main__":  # before the slow imports
 
 import torch
 
-from llm_demo import measure, step_time
+from llm_demo import step_time
 from llm_demo.machine.device import (
     dtype_name,
     has_fused_kernels,
@@ -505,7 +505,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     check(ask)
     plan_for(ask.card)
     if ask.measure:
-        measure.fill_from_machine(ask)
+        from bench.ways import fill_from_machine
+
+        fill_from_machine(ask)
     ask.seq_len = ask.seq_len or 1024
     kept = {} if ask.card else step_time.kept_speed(ask.cards)
     ask.name, ask.compute, ask.assumed = "any, as fast as an H200", COMPUTE, ""
@@ -548,7 +550,9 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(1)
     if ask.measure:
         fitting = [choice for choice in found if not lacking(choice, ask)]
-        measure.measure_ways(fitting, sizes_of(config), ask, lambda choice: line(choice, ask))
+        from bench.ways import measure_ways
+
+        measure_ways(fitting, sizes_of(config), ask, lambda choice: line(choice, ask))
         return
     print(report(found, ask))
 

@@ -13,7 +13,8 @@ from conftest import ROOT, python, run, slow
 from test_memory import config_of
 
 from bench import store
-from llm_demo import fit, measure, step_time
+from bench import ways as measured
+from llm_demo import fit, step_time
 from llm_demo.core.errors import UserError
 from llm_demo.memory import Settings
 from llm_demo.model.costs import sizes_of
@@ -51,7 +52,7 @@ def row(low, median, high, **summary):
 
 def run_measure(ask, fitting):
     sizes = sizes_of(config_of(ask.model, ask.seq_len))
-    measure.measure_ways(fitting, sizes, ask, lambda choice: fit.line(choice, ask))
+    measured.measure_ways(fitting, sizes, ask, lambda choice: fit.line(choice, ask))
 
 
 def test_a_way_that_fails_is_a_row_and_the_search_goes_on(tmp_path, monkeypatch, capsys):
@@ -68,7 +69,7 @@ def test_a_way_that_fails_is_a_row_and_the_search_goes_on(tmp_path, monkeypatch,
     assert commands == [out.splitlines()[-1]] and commands[0].startswith("NPROC_PER_NODE=2 bash ")
     results = store.read(str(tmp_path / "out/rows"))
     assert [result["status"] for result in results] == ["failed", "ok"]
-    assert results[1]["config"]["max_steps"] == measure.STEPS
+    assert results[1]["config"]["max_steps"] == measured.STEPS
     table = (tmp_path / "out/table.md").read_text().splitlines()
     assert len(table) == 4 and "| failed " in table[3] and "| 2         | 1   | F " in table[2]
     assert (tmp_path / "out/bars.png").stat().st_size > 10_000
@@ -100,8 +101,8 @@ def test_a_way_that_fails_is_a_row_and_the_search_goes_on(tmp_path, monkeypatch,
 def test_rows_of_another_run_are_refused(tmp_path):
     ask, one = asked(tmp_path), choice()
     name = str(tmp_path / "rows")
-    here = measure.row_of(one, ask)
-    env = {"device": str(measure.this_device()), "revision": measure.revision(), "world_size": 2}
+    here = measured.row_of(one, ask)
+    env = {"device": str(measured.this_device()), "revision": measured.revision(), "world_size": 2}
     for change, of_env, problem in (
         ({"model": "other"}, {}, "model"),
         ({"data": "other.jsonl"}, {}, "data"),
@@ -111,10 +112,10 @@ def test_rows_of_another_run_are_refused(tmp_path):
     ):
         store.write(name, {"status": "ok", "row": here | change, "env": env | of_env})
         if not problem:
-            assert len(measure.earlier_rows(name, here, resume=True)) == 1
+            assert len(measured.earlier_rows(name, here, resume=True)) == 1
             break
         with pytest.raises(UserError, match=f"rows of another {problem}: --out names"):
-            measure.earlier_rows(name, here, resume=True)
+            measured.earlier_rows(name, here, resume=True)
         store.file_of(name).unlink()
 
 
@@ -125,26 +126,26 @@ def test_each_kind_is_tried_once_with_equal_tokens():
     reshard = choice(seconds=0.8, reshard_after_forward=True)
     unequal = choice(engine="pp", seconds=0.1, tokens=320)
     fitting = [choice(), large, reshard, unequal]
-    assert measure.likeliest(fitting, ask) == [reshard, large]
+    assert measured.likeliest(fitting, ask) == [reshard, large]
     ask.cards = 1
-    assert measure.likeliest(fitting, ask) == [reshard, large, choice()]
+    assert measured.likeliest(fitting, ask) == [reshard, large, choice()]
 
 
 def test_what_overlaps_is_equal_and_the_simplest_is_recommended():
     pipeline, plain = choice("fsdp_pp", stages=2), choice(reshard_after_forward=True)
     rough = choice(psgd_rank=32, settings={"psgd_rank": 32})
     fast = (pipeline, row(99, 100, 102))
-    assert measure.recommended([fast, (plain, row(101, 102, 104))]) == (
+    assert measured.recommended([fast, (plain, row(101, 102, 104))]) == (
         plain,
         "recommended: fsdp reshard_after_forward, the simplest of equals; as fast: fsdp_pp "
         "stages 2",
     )
     for other in (row(103, 104, 106), row(100, 104, 109)):  # no overlap; too far apart
-        best, why = measure.recommended([(plain, other), fast])
+        best, why = measured.recommended([(plain, other), fast])
         assert best is pipeline and why.endswith(", the fastest")
-    best, _ = measure.recommended([(rough, row(50, 50, 50)), fast])
+    best, _ = measured.recommended([(rough, row(50, 50, 50)), fast])
     assert best is pipeline
-    lines = measure.lines_of([fast, (rough, row(50, 50, 50, late_alloc_retries=2))])
+    lines = measured.lines_of([fast, (rough, row(50, 50, 50, late_alloc_retries=2))])
     assert [line[0] for line in lines] == ["fsdp psgd_rank 32 (approximate)", "fsdp_pp stages 2"]
     assert [line[6] for line in lines] == ["1.00", "2.00"] and lines[0][7] == "1.0 / 1.0 *"
 
@@ -152,8 +153,8 @@ def test_what_overlaps_is_equal_and_the_simplest_is_recommended():
 def test_a_way_that_should_take_twice_as_long_is_skipped(tmp_path, monkeypatch, capsys):
     ask = asked(tmp_path)
     ways = [choice(), choice(seconds=2.1, reshard_after_forward=True)]
-    here = measure.row_of(ways[0], ask)
-    env = {"device": str(measure.this_device()), "revision": measure.revision(), "world_size": 2}
+    here = measured.row_of(ways[0], ask)
+    env = {"device": str(measured.this_device()), "revision": measured.revision(), "world_size": 2}
     result = row(
         1, 1, 1, median_comm_ms=None, median_comm_exposed_ms=None, median_comm_wait_ms=None
     )
@@ -172,8 +173,8 @@ def interrupted():
 
 
 def test_drift_is_said():
-    assert measure.drifted(row(1, 100, 1), row(1, 104, 1)) == []
-    (said,) = measure.drifted(row(1, 100, 1), row(1, 120, 1))
+    assert measured.drifted(row(1, 100, 1), row(1, 104, 1)) == []
+    (said,) = measured.drifted(row(1, 100, 1), row(1, 120, 1))
     assert said.startswith("warning: the first way's step took +20% when it ran once more")
 
 
@@ -186,7 +187,7 @@ def test_the_measured_speed_is_the_formula_turned_around():
     hidden = step - step_time.micro_batch_seconds(sizes, s, 500e12) * 1000
     summary = {"median_step_ms": step, "median_comm_exposed_ms": [hidden, 0]}
     summary |= {"median_comm_ms": [comm, comm + 7], "median_comm_wait_ms": [0, 7]}
-    assert measure.rates_of(s, sizes, summary) == pytest.approx((500, 200), rel=1e-6)
+    assert measured.rates_of(s, sizes, summary) == pytest.approx((500, 200), rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Measure the ways to train a model on this machine, likeliest first: fit MODEL --measure.
 
-Each way runs for a dozen steps through its launcher, started by the benchmark's runner
-(bench/run.py), with as many tokens a step as every other. A way that runs out of memory or fails
-is a row that says so, and the search goes on. --out gets the rows, a table and a picture."""
+Each way runs for a dozen steps through its launcher, as a row of the benchmark (bench/run.py), with
+as many tokens a step as every other. A way that runs out of memory or fails is a row that says so,
+and the search goes on. --out gets the rows, a table and a picture."""
 
 import os
 import statistics
@@ -12,6 +12,10 @@ from pathlib import Path
 
 import torch
 
+from bench import plots, store
+from bench.presets import DEFAULTS
+from bench.run import describe, measure
+from bench.table import markdown
 from llm_demo import step_time
 from llm_demo.core.errors import UserError
 from llm_demo.data.packs import load_rows
@@ -98,8 +102,6 @@ def likeliest(fitting: list, ask) -> list:
 
 def row_of(choice, ask) -> dict:
     """The benchmark's row for a choice."""
-    from bench.presets import DEFAULTS
-
     settings, flags = choice.settings, flags_beside(choice)
     if ask.tokenizer_name_or_path:
         flags["tokenizer_name_or_path"] = ask.tokenizer_name_or_path
@@ -136,8 +138,6 @@ def flag_words(flags: dict) -> str:
 def earlier_rows(name: str, row: dict, resume: bool) -> dict[str, dict]:
     """{key: result} of an earlier run that --resume continues. row: any of those to be measured.
     Raises UserError for rows that can't stand beside new ones."""
-    from bench import store
-
     results, file = store.read(name), store.file_of(name)
     if results and not resume:
         raise UserError(
@@ -160,9 +160,6 @@ def earlier_rows(name: str, row: dict, resume: bool) -> dict[str, dict]:
 def measure_ways(fitting: list, sizes: Sizes, ask, command_of: Callable) -> None:
     """Measure ask.measure kinds of the choices that fit, and print a comparison. command_of: gives
     the command to paste for a choice."""
-    from bench import plots, store
-    from bench.table import markdown
-
     ways = likeliest(fitting, ask)
     if not ways:
         raise UserError(f"no way has exactly {ask.tokens_a_step:,} tokens a step")
@@ -207,8 +204,6 @@ def measure_ways(fitting: list, sizes: Sizes, ask, command_of: Callable) -> None
 def run_one(row: dict, label: str, took: list[float], runs: int) -> dict:
     """Run a row by the benchmark's runner and print how it went. took: seconds of earlier runs,
     this one's are added. runs: that are left."""
-    from bench.run import describe, measure
-
     left = f" (about {statistics.mean(took) * runs:.0f} s left)" if took else ""
     print(f"{label} ...{left}", end=" ", flush=True)
     started = time.monotonic()
