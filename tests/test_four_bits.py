@@ -361,7 +361,7 @@ def state(**changes):
         ({f"{NAME}.nested_absmax": torch.tensor([1.0, torch.nan])}, "scales are not finite"),
         ({f"{NAME}.nested_absmax": torch.ones(3)}, "it has 276 scales of scales and levels"),
         (state(nested_offset=float("nan")), "scales are not finite"),
-        (state(shape=[320.0, 64.0]), f"{STATE}: shape .*: only rows of whole blocks"),
+        (state(shape=[320, 65]), f"{STATE}: shape .*: only rows of whole blocks"),
         (state(quant_type="fp4"), r"\['fp4', 64, 256\]: only nf4 by blocks of 64 and 256"),
         ({STATE: torch.full((9,), 65, dtype=torch.uint8)}, f"{STATE}: Expecting value"),
     ],

@@ -248,7 +248,7 @@ TENSORS = {  # what is said of a folder: what its weight and its scales become
     f"{SCALE} is in fp8, but": lambda w, s: (w, s.to(torch.float8_e4m3fn)),
     f"{DOWN} is of type F8_E5M2": lambda w, s: (w.float().to(torch.float8_e5m2), s),
     f"{SCALE} is not a weight of this model": lambda w, s: (w.bfloat16(), s),
-    rf"{DOWN} is in fp8, but of shape \[32768\]": lambda w, s: (w.flatten(), s),
+    rf"{SCALE} has shape \[1, 2\], but {DOWN} of shape \[32768\]": lambda w, s: (w.flatten(), s),
     rf"{DOWN} has shape \[128, 128\], but config.json implies \[128, 256\]": (
         lambda w, s: (w[:, :128], s[:, :1])
     ),

@@ -389,7 +389,7 @@ def test_variables_are_defaults_of_the_template():
 
     assert asked() == PAIR + "<think>\n"
     (line,) = set_variables(tokenizer, None, learn_reasoning=False)
-    assert line.startswith("chat template: enable_thinking is false (--learn_reasoning false)")
+    assert line == "chat template: enable_thinking is false"
     assert asked() == PAIR + BLOCK
     assert asked(enable_thinking=True) == PAIR + "<think>\n"  # who asks decides
     set_variables(tokenizer, '{"enable_thinking": true}', learn_reasoning=False)  # so does the flag

@@ -251,7 +251,7 @@ IN_MIXTURES = {
     "layer": ("shared", {"lora_targets": "gate_proj"}, "'gate_proj' can't be adapted in this"),
     "of attention": ("qwen", {"lora_targets": "gate"}, "v_proj, o_proj, gate_up_proj"),
     "experts": ("deepseek", {"lora_targets": "up_proj"}, "gate_up_proj, down_proj"),
-    "dropout": ("qwen", {"lora_dropout": 0.1}, "attention alone: --lora_targets q_proj,k_proj,v_"),
+    "dropout": ("qwen", {"lora_dropout": 0.1}, "attention alone by --lora_targets"),
     "dropout of experts": (
         "qwen", {"lora_dropout": 0.1, "lora_targets": "down_proj"}, "no dropout: drop it, or",
     ),

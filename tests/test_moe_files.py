@@ -198,12 +198,11 @@ def test_weights_read_are_hugging_faces(name, how, tmp_path):
 
 
 def test_only_what_is_asked_for_is_read(tmp_path):
-    """Of each expert's tensor the rows, of no other expert anything."""
+    """Of no other expert anything."""
     saved("qwen3", tmp_path)
     weights = open_weights(tmp_path)
-    part = slice(2, 4), slice(20, 30)
-    values = weights.read("model.layers.0.mlp.experts.gate_up_proj", part)
-    assert weights.bytes_read == values.nbytes == 2 * 10 * 32 * 4
+    values = weights.read("model.layers.0.mlp.experts.gate_up_proj", (slice(2, 4),))
+    assert weights.bytes_read == values.nbytes == 2 * 32 * 32 * 4
 
 
 def changed(folder, change):

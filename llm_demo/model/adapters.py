@@ -154,10 +154,9 @@ def choose_lora(args, config, base: dict, packed: Container[str] | None = None) 
     targets = tuple(name for name in names if name in asked)
     of_experts = {target_of(name) for name in shapes if fused(name)}
     if args.lora_dropout and of_experts & {*targets}:
-        others = ",".join(name for name in names if name not in of_experts)
         raise UserError(
             "--lora_dropout does not work with adapters on experts, for which PEFT has no dropout: "
-            f"drop it, or adapt attention alone: --lora_targets {others}"
+            "drop it, or adapt attention alone by --lora_targets"
         )
     lora = Lora(args.lora_rank, args.lora_alpha, args.lora_dropout, targets, 0, base)
     sizes = {name: math.prod(shape) for name, shape in factors_of(lora.facts(), shapes).items()}

@@ -88,8 +88,6 @@ def scales_of(fp8: list[str], shapes: dict[str, tuple], folder: Path) -> dict[st
     for name in fp8:
         shape = shapes[name]
         scales = name + SCALES
-        if len(shape) != 2:
-            raise UserError(f"{folder}: {name} is in fp8, but of shape {list(shape)}, no matrix")
         if scales not in shapes:
             raise UserError(f"{folder}: {name} is in fp8, but {scales} is missing")
         if shapes[scales] != grid(shape):
@@ -228,10 +226,9 @@ def _stored(state: str, read: Callable[[str], torch.Tensor]) -> Stored:
 
     if kind != ["nf4", four_bits.BLOCK, four_bits.GROUP] or not state.endswith("nf4"):
         raise ValueError(f"{kind}: only nf4 by blocks of {four_bits.BLOCK} and {four_bits.GROUP}")
-    rows, columns = facts["shape"]
-    sizes = all(type(n) is int and 0 < n < 2**31 for n in (rows, columns))
-    if not sizes or columns % four_bits.BLOCK:
-        raise ValueError(f"shape {str(facts['shape'])[:80]}: only rows of whole blocks")
+    rows, columns = map(int, facts["shape"])
+    if columns % four_bits.BLOCK:
+        raise ValueError(f"shape {[rows, columns]}: only rows of whole blocks")
     return Stored((rows, columns), float(facts["nested_offset"]))
 
 

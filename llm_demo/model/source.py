@@ -199,14 +199,13 @@ def set_variables(tokenizer, text: str | None, learn_reasoning: bool = True) -> 
     learn_reasoning False: also the variable that asks for an answer without reasoning, if the
     template has one. Returns lines for the log. Raises UserError for a variable that the template
     does not have."""
-    flag, templates = "--chat_template_kwargs", tokenizer.chat_template
+    flag = "--chat_template_kwargs"
     variables = template_variables(text, flag)
-    named = templates if isinstance(templates, dict) else {"": templates or ""}
     for name in variables:
-        if not any(has_variable(template, name) for template in named.values()):
+        if not any(has_variable(template, name) for template in templates_of(tokenizer).values()):
             raise UserError(f"{flag}: the chat template has no variable {name!r}: remove it")
-    lines = [f"chat template: {name} is {as_jinja(value)}" for name, value in variables.items()]
-    if not learn_reasoning and templates:
+    lines = []
+    if not learn_reasoning and tokenizer.chat_template:
         added = closes_reasoning(tokenizer, variables)
         if added is None and writes_empty_blocks(tokenizer):
             lines.append(
@@ -214,20 +213,27 @@ def set_variables(tokenizer, text: str | None, learn_reasoning: bool = True) -> 
                 "but has no variable that puts the block into the prompt, so the model is asked "
                 "otherwise than it is trained: set a template that has one with --chat_template"
             )
-        for name, value in (added or {}).items():
-            lines.append(
-                f"chat template: {name} is {as_jinja(value)} (--learn_reasoning false): its prompt "
-                "asks for an answer without reasoning"
-            )
-            variables[name] = value
+        variables |= added or {}
+    defaults = ""
+    for name, value in variables.items():
+        lines.append(f"chat template: {name} is {as_jinja(value)}")
+        setting = f"{{% set {name} = {as_jinja(value)} %}}"
+        defaults += f"{{% if {name} is not defined %}}{setting}{{% endif %}}\n"
     if variables:
-        defaults = "".join(
-            f"{{% if {name} is not defined %}}{{% set {name} = {as_jinja(value)} %}}{{% endif %}}\n"
-            for name, value in variables.items()
-        )
-        changed = {name: defaults + template for name, template in named.items()}
-        tokenizer.chat_template = changed if isinstance(templates, dict) else changed[""]
+        begin_templates(tokenizer, defaults)
     return lines
+
+
+def templates_of(tokenizer) -> dict[str, str]:
+    """{name: chat template} of a tokenizer; "" is the name of its only one."""
+    templates = tokenizer.chat_template or {}
+    return templates if isinstance(templates, dict) else {"": templates}
+
+
+def begin_templates(tokenizer, text: str) -> None:
+    """Let each chat template of a tokenizer begin with this text."""
+    changed = {name: text + template for name, template in templates_of(tokenizer).items()}
+    tokenizer.chat_template = changed.get("", changed)
 
 
 def as_jinja(value) -> str:
@@ -240,20 +246,18 @@ def with_date(tokenizer, day: str):
     template prints this one, YYYY-MM-DD: its text then begins with a function of that name, so that
     what depends on the template depends on the date. `describe_model` saves the template as it was.
     If it prints none: the tokenizer itself."""
-    given = tokenizer.chat_template or ""
-    templates = given if isinstance(given, dict) else {"": given}
-    if not any("strftime_now" in template for template in templates.values()):
+    templates = templates_of(tokenizer).values()
+    if not any("strftime_now" in template for template in templates):
         return tokenizer
     printed, text = date.fromisoformat(day), "format.replace('%%', '\\0')"
     for code in [flag + letter for letter in string.ascii_letters for flag in ("%", "%-")]:
-        if any(code in template for template in templates.values()):
+        if any(code in template for template in templates):
             text += f".replace('{code}', {printed.strftime(code)!r})"
     macro = "{% macro strftime_now(format) %}{{ " + text + ".replace('\\0', '%') }}{% endmacro %}\n"
-    dated = {name: macro + template for name, template in templates.items()}
-    tokenizer = copy.copy(tokenizer)
-    tokenizer.undated_template = given
-    tokenizer.chat_template = dated if isinstance(given, dict) else dated[""]
-    return tokenizer
+    dated = copy.copy(tokenizer)
+    dated.undated_template = tokenizer.chat_template
+    begin_templates(dated, macro)
+    return dated
 
 
 def try_template(tokenizer) -> None:

@@ -253,25 +253,16 @@ class Weights:
         return low_bits.dequantised(values, scales, part, self.stored[name])
 
     def _fuse(self, read: Callable, name: str, part: tuple[slice, ...]) -> torch.Tensor:
-        """The selected experts' rows and columns, of which alone the files are read."""
-        shape = self.shapes[name]
-        part = (*part, slice(None), slice(None))
-        experts, rows, columns = (range(n)[s] for n, s in zip(shape, part, strict=False))
-        chosen = [m for m in matrices(name, shape) if m.expert in experts]
+        """As `read`, of fused experts. Only the files of the selected experts are read."""
+        experts = range(self.shapes[name][0])[part[0]]
+        chosen = [m for m in matrices(name, self.shapes[name]) if m.expert in experts]
         dtype = torch.float32
         if chosen and not any(m.name in self.scales for m in chosen):
             dtype = FLOATS[self.kinds[chosen[0].name]]
-        values = torch.empty(len(experts), len(rows), len(columns), dtype=dtype)
+        values = torch.empty(len(experts), *self.shapes[name][1:], dtype=dtype)
         for m in chosen:
-            first, end = max(rows.start, m.rows.start), min(rows.stop, m.rows.stop)
-            if first < end:
-                of_matrix = slice(first - m.rows.start, end - m.rows.start)
-                across = slice(columns.start, columns.stop)
-                at = slice(first - rows.start, end - rows.start)
-                values[m.expert - experts.start, at] = self._values(
-                    read, m.name, (of_matrix, across)
-                )
-        return values
+            values[m.expert - experts.start, m.rows] = self._values(read, m.name, (slice(None),))
+        return values[(slice(None), *part[1:])]
 
 
 def open_weights(folder: Path) -> Weights | None:
@@ -371,11 +362,3 @@ def compared(lora: dict) -> dict:
     # the values of 4 bits are compared once they are there
     base = {k: v for k, v in lora["base"].items() if k not in ("path", "values")}
     return {key: lora[key] for key in ("rank", "alpha", "targets")} | {"base": base}
-
-
-def not_started(before, now: dict) -> str:
-    """What a resumed run says of --adapter. before: the checkpoint's `start`, if any; now: its."""
-    text = f"resume: adapters continue from the checkpoint, not from {now['path']}"
-    if isinstance(before, dict) and before.get("values") == now["values"]:
-        return f"{text}, where they started"
-    return f"{text}: they started from other values"

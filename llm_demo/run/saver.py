@@ -25,7 +25,7 @@ from llm_demo.machine.dist import from_rank0, lost_peer, on_all_ranks, timeout
 from llm_demo.machine.files import PART
 from llm_demo.machine.process import stop_signals
 from llm_demo.machine.text import differences, resume
-from llm_demo.model.weights_files import not_started, refuse_other_adapters
+from llm_demo.model.weights_files import refuse_other_adapters
 from llm_demo.run import checkpoint_files
 from llm_demo.run.folder import last_checkpoint, published
 from llm_demo.run.log import Log
@@ -79,7 +79,7 @@ class Saver:
             refuse_other_adapters(self.path, self.facts.get("adapters"), self.adapters)
             start = (self.adapters or {}).get("start")
             if start:
-                log.say(not_started(self.facts["adapters"].get("start"), start))
+                log.say(f"resume: adapters continue from the checkpoint, not from {start['path']}")
             self._compare_models()
             self._compare()
 
