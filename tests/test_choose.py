@@ -56,7 +56,7 @@ def test_each_pass_takes_another_share(tmp_path, pack):
     other = mix(packs, [2, 0.3], 8, pack, epochs=1)
     assert {t for t in documents(other, range(len(other))) if t[0] == "1"} != seen[0]
     for epochs, rows in ((10**8, 0), (1, 10**10)):
-        with pytest.raises(UserError, match="--train_json: .* has 29 .* at most 200,000,000"):
+        with pytest.raises(UserError, match="--train_json: .* documents: at most 200,000,000"):
             mix(packs, [2, 0.3], 7, pack, epochs, rows)
     for row in range(len(mixed)):
         ids, labels, lengths = mixed.row(row)

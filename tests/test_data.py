@@ -152,35 +152,36 @@ def test_best_fit_is_best_fit_decreasing():
 
 
 def test_a_step_is_the_same_rows_for_every_split():
-    whole = step_rows(50, 3, 7, 16)
+    whole = step_rows([0, 50], 3, 7, 16)
     for ranks, micro, accumulation in [(1, 16, 1), (2, 4, 2), (4, 1, 4), (8, 2, 1)]:
         parts = whole.reshape(accumulation, ranks, micro)
         assert (
-            parts.reshape(-1).tolist() == step_rows(50, 3, 7, ranks * micro * accumulation).tolist()
+            parts.reshape(-1).tolist()
+            == step_rows([0, 50], 3, 7, ranks * micro * accumulation).tolist()
         )
     # The stream is one sequence, so halving the global batch halves the steps' rows, nothing else.
-    halves = np.concatenate([step_rows(50, 3, 14, 8), step_rows(50, 3, 15, 8)])
+    halves = np.concatenate([step_rows([0, 50], 3, 14, 8), step_rows([0, 50], 3, 15, 8)])
     assert halves.tolist() == whole.tolist()
 
 
 def test_every_row_once_an_epoch_in_another_order():
-    stream = np.concatenate([step_rows(10, 0, step, 4) for step in range(10)])
+    stream = np.concatenate([step_rows([0, 10], 0, step, 4) for step in range(10)])
     epochs = stream.reshape(4, 10)
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs.tolist())
     assert len({tuple(epoch) for epoch in epochs.tolist()}) == 4
-    assert step_rows(10, 1, 0, 10).tolist() != step_rows(10, 0, 0, 10).tolist()
-    big = step_rows(10, 0, 0, 40)  # several epochs in one step
+    assert step_rows([0, 10], 1, 0, 10).tolist() != step_rows([0, 10], 0, 0, 10).tolist()
+    big = step_rows([0, 10], 0, 0, 40)  # several epochs in one step
     assert big.tolist() == stream.tolist()
 
 
 def test_the_stream_ends_in_empty_rows():
-    rows = np.concatenate([step_rows(10, 0, step, 4, n_total=10) for step in range(4)])
+    rows = np.concatenate([step_rows([0, 10], 0, step, 4, n_total=10) for step in range(4)])
     assert sorted(rows[:10].tolist()) == list(range(10)) and rows[10:].tolist() == [-1] * 6
 
 
 def test_the_rows_are_pinned():
     # Resuming a run with a newer version must go on with the same rows.
-    assert step_rows(6, 0, 0, 12).tolist() == [3, 2, 5, 4, 0, 1, 1, 4, 3, 0, 2, 5]
+    assert step_rows([0, 6], 0, 0, 12).tolist() == [3, 2, 5, 4, 0, 1, 1, 4, 3, 0, 2, 5]
 
 
 @pytest.fixture(scope="module")

@@ -183,7 +183,7 @@ def test_mi100_path_checkpointing_and_flag_beats_environment(first_runs, folder,
     attended = set()  # the mean length of a slot's document, which each step has of its own
     seen = 0, 0  # tokens and labels so far
     for n, step in enumerate(steps):
-        squares, rows = 0, step_rows(len(packs), seed, n, 8)
+        squares, rows = 0, step_rows(packs.passes, seed, n, 8)
         tokens, labels = packs.token_counts[rows].sum(), packs.label_counts[rows].sum()
         seconds, slots = step["perf/step_ms"] / 1e3, 8 * 128
         seen = seen[0] + tokens, seen[1] + labels
@@ -235,7 +235,7 @@ def test_trained_weights_epochs_and_evaluation(folder):
         more = (*more, "--log_every", "2", "--dtype", "fp32")
         said = launch(kind, folder, *flags, *more).stdout
         assert "weights of llama" in said and "lr 2e-05" in said
-        assert " = 1 pass over " in said
+        assert " = 1 passes over " in said
         steps = [r["step"] for r in metrics(folder / f"llama {kind}") if "train/loss" in r]
         last = json.loads((folder / f"llama {kind}/config.json").read_text())["max_steps"]
         assert steps == sorted({*range(2, last + 1, 2), last})

@@ -120,7 +120,7 @@ def plain_loop(model, packs, steps=STEPS, moments=torch.float32, add_gradients=a
     losses, norms, grads = [], [], []
     for step in range(steps):
         documents = []
-        for row in step_rows(len(packs), SEED, step, GLOBAL_BATCH):
+        for row in step_rows(packs.passes, SEED, step, GLOBAL_BATCH):
             ids, labels, lengths = packs.row(row)
             start = 0
             for n in lengths:

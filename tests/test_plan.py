@@ -94,9 +94,9 @@ def losses(folder):
 
 def test_the_usual_learning_rate_and_most_passes():
     adapters = Lora(8, 16.0, 0.0, (), 0, {})
-    assert usual_lr(True, adapters) == (2e-4, "adapters", 10)
-    assert usual_lr(True, None) == (2e-5, "trained weights", 10)
-    assert usual_lr(False, None) == (1e-3, "random weights", 100)
+    assert usual_lr(True, adapters) == (2e-4, 10)
+    assert usual_lr(True, None) == (2e-5, 10)
+    assert usual_lr(False, None) == (1e-3, 100)
 
 
 def test_a_window_is_refused_if_a_document_is_longer(tmp_path, alone):

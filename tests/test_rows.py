@@ -116,7 +116,7 @@ def test_a_turn_marked_so_is_not_learnt(tmp_path, mark, key):
     path, said = write(tmp_path / "x.jsonl", {key: turns}), []
     packs = load(path, template, said)  # the template does not see the marks
     assert first(packs) == golden(f"<S>user\na<E>\n<S>assistant\nb<E>\n{YO}")
-    line = f"data: 1 turn in 1 row is not learnt: {labels.MARKED} (first {path}:1)"
+    line = f"data: not learnt: 1 turn in 1 row: {labels.MARKED} (first {path}:1)"
     assert line in said
     said.clear()
     assert load(path, template, said).documents.stats.cache_hit and line in said
@@ -248,8 +248,8 @@ def test_turns_that_cannot_be_learnt_are_counted(tmp_path):
     start = "<S>user\na<E>\n<S>assistant\n"
     text = f"{start}b<E>\n<S>user\nc<E>\n<S>assistant\nd<E>\n<S>user\ne<E>\n<S>assistant\n"
     assert first(packs) == golden(f"{text}⟦<think>\nr\n</think>\n\nf<E>⟧\n")
-    assert f"data: 2 turns in 1 row are not learnt: {reasons.NO_REASONING} (first {path}:1)" in said
-    assert f"data: 1 turn in 1 row is not learnt: {reasons.EMPTY_TURN} (first {path}:2)" in said
+    assert f"data: not learnt: 2 turns in 1 row: {reasons.NO_REASONING} (first {path}:1)" in said
+    assert f"data: not learnt: 1 turn in 1 row: {reasons.EMPTY_TURN} (first {path}:2)" in said
     assert "--chat_template" in reasons.NO_REASONING and skipped(packs) == {}
     keeps = load(path, CHATML, pack=False)  # what the line advises
     learnt = f"{start}⟦{think('b')}<E>⟧\n<S>user\nc<E>\n<S>assistant\n⟦{think('d')}<E>⟧\n"
@@ -596,7 +596,7 @@ def test_seq_len_holds_99_percent(tmp_path):
     assert choose_seq_len(np.array([5] * 98 + [4000]), 4096)[0] == 4096
     assert choose_seq_len(np.array([5] * 98 + [4000] * 2), 4096)[0] == 4096
     assert choose_seq_len(np.array([5] * 98 + [4000] * 2), 300) == (
-        300, "99% of 100 documents have at most 4,000 tokens; limited to 300 by the model",
+        300, "99% of 100 documents have at most 4,000 tokens; limited to 300",
     )  # fmt: skip
     rows = [{"text": "a" * (150 if i == 7 else 3)} for i in range(200)]
     path = write(tmp_path / "x.jsonl", *rows)

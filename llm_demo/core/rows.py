@@ -73,7 +73,7 @@ class Rows:
     token_counts: np.ndarray  # int64 [rows], tokens of each row without padding
     label_counts: np.ndarray  # int64 [rows], label tokens of each row
     max_docs: int  # most documents in one row, or more; a padding tail counts as one
-    passes: np.ndarray | None = None  # int64 [passes + 1], where each begins, if they differ
+    passes: np.ndarray  # int64 [passes + 1], where each pass begins; all come again afterwards
 
     def __len__(self) -> int:
         return len(self.row_start) - 1
@@ -141,17 +141,12 @@ class Rows:
 
     def file_order(self) -> np.ndarray:
         """All rows in the order of the first document of each, pass after pass, int64 [rows]."""
-        passes = np.searchsorted(self.passes_at, np.arange(len(self)), side="right")
+        passes = np.searchsorted(self.passes, np.arange(len(self)), side="right")
         return np.lexsort((self.row_docs[self.row_start[:-1]], passes))
-
-    @property
-    def passes_at(self) -> np.ndarray:
-        """Where each pass begins, and the last one ends: int64 [passes + 1]."""
-        return np.array([0, len(self)]) if self.passes is None else self.passes
 
     def rows_in(self, epochs: float) -> int:
         """The number of rows in so many passes, which need not be whole."""
-        if self.passes is None:
+        if len(self.passes) == 2:
             return round(len(self) * epochs)
         at = np.interp(epochs, np.arange(len(self.passes)), self.passes)
         return round(float(at))
@@ -171,9 +166,7 @@ def order_rows(
     whose rows are sorted by their longest document, shortest first; equal ones keep their order.
     These steps must end before n_total, so that a run of another length has the same."""
     order = None if shuffle else data.file_order()
-    of_steps = functools.partial(
-        step_rows, len(data), seed, n_total=n_total, order=order, passes=data.passes
-    )
+    of_steps = functools.partial(step_rows, data.passes, seed, n_total=n_total, order=order)
     if not length_warmup:
         return functools.partial(of_steps, global_batch=global_batch)
     rows = of_steps(0, length_warmup * global_batch)
@@ -183,36 +176,35 @@ def order_rows(
 
 
 def step_rows(
-    n_rows: int,
+    passes: np.ndarray,
     seed: int,
     step: int,
     global_batch: int,
     n_total: int | None = None,
     order: np.ndarray | None = None,
-    passes: np.ndarray | None = None,
 ) -> np.ndarray:
     """Rows of optimizer step `step` (from 0), int64 [global_batch], the same on every rank.
 
-    The stream is one seeded permutation of all rows per epoch, or `order`, concatenated. Step k
-    takes the global_batch positions from k * global_batch. Ranks and micro-batches slice the
-    result, so the split never changes a step, and resuming needs only the step number. From stream
-    position n_total on, rows are -1: see Rows.row. passes: Rows.passes; each epoch then has rows
-    of its own."""
+    The stream is one seeded permutation of the rows of each pass, or `order`, concatenated, then
+    others of the same passes. Step k takes the global_batch positions from k * global_batch. Ranks
+    and micro-batches slice the result, so the split never changes a step, and resuming needs only
+    the step number. From stream position n_total on, rows are -1: see Rows.row. passes:
+    Rows.passes."""
     begin, end = step * global_batch, (step + 1) * global_batch
-    if passes is None:
-        first, last = begin // n_rows, (end - 1) // n_rows
-    else:
-        first, last = np.searchsorted(passes, (begin, end - 1), side="right") - 1
-        last = min(last, len(passes) - 2)
-    parts = []
-    for epoch in range(first, last + 1):
-        at, size, row = epoch * n_rows, n_rows, 0  # where it begins in the stream, its first row
-        if passes is not None:
-            at, size, row = passes[epoch], passes[epoch + 1] - passes[epoch], passes[epoch]
-        own = row + _permutation(int(size), seed, epoch) if order is None else order[row:][:size]
-        parts.append(own[max(0, begin - at) : end - at])
+    at, parts = begin, []
+    while at < end:
+        lap, place = divmod(at, int(passes[-1]))
+        number = int(np.searchsorted(passes, place, side="right")) - 1
+        first, last = int(passes[number]), int(passes[number + 1])
+        if order is None:
+            epoch = lap * (len(passes) - 1) + number
+            rows = first + _permutation(last - first, seed, epoch)
+        else:
+            rows = order[first:last]
+        rows = rows[place - first :][: end - at]
+        parts.append(rows)
+        at += len(rows)
     rows = np.concatenate(parts)
-    rows = np.append(rows, np.full(global_batch - len(rows), -1))  # behind the last pass
     if n_total is not None:
         rows[max(0, n_total - begin) :] = -1
     return rows

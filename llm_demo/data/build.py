@@ -54,10 +54,6 @@ class LeftOut:
     rows: int = 0
     turns: int = 0
 
-    @property
-    def counts(self) -> str:
-        return f"{counted(self.turns, 'turn')} in {counted(self.rows, 'row')}"
-
 
 @dataclass
 class Stats:
@@ -65,8 +61,7 @@ class Stats:
 
     files: list[File] = field(default_factory=list)
     skipped: dict[str, LeftOut] = field(default_factory=dict)  # by reason
-    turns: dict[str, LeftOut] = field(default_factory=dict)  # not learnt, in rows that are kept
-    remarks: dict[str, LeftOut] = field(default_factory=dict)  # on what is learnt
+    turns: dict[str, LeftOut] = field(default_factory=dict)  # not learnt, or with a remark
     # documents that were cut ("truncate", "split"), "tokens" that were lost, and those "learnt"
     cut: dict[str, int] = field(default_factory=dict)
     systems: list[str] = field(default_factory=list)  # system prompts ("": none), at most two
@@ -80,15 +75,14 @@ class Stats:
         files = [File(**file) for file in facts["files"]]
         left_out = {
             name: {reason: LeftOut(**rows) for reason, rows in facts[name].items()}
-            for name in ("skipped", "turns", "remarks")
+            for name in ("skipped", "turns")
         }
         return cls(**{**facts, **left_out, "files": files})
 
     def count_turns(self, reasons: Counter, file: int, row: int) -> None:
         """Count a row's turns that are not learnt, and remarks. reasons: as of labels.encode."""
         for reason, turns in (+reasons).items():
-            kind = self.remarks if reason in REMARKS else self.turns
-            _count_left_out(kind, reason, file, row, turns)
+            _count_left_out(self.turns, reason, file, row, turns)
 
     def note_system(self, record: Record) -> None:
         """Note the system prompt that a conversation begins with, if it is another one."""
@@ -132,10 +126,9 @@ class Stats:
         if self.cut:
             lines.append(self._line_on_cut(data.seq_len))
         for reason, n in self.turns.items():
-            are = "is" if n.turns == 1 else "are"
-            lines.append(f"data: {n.counts} {are} not learnt: {reason} ({self.first(n)})")
-        for remark, n in self.remarks.items():
-            lines.append(f"data: {n.counts}: {remark} ({self.first(n)})")
+            turns = f"{counted(n.turns, 'turn')} in {counted(n.rows, 'row')}"
+            lost = "" if reason in REMARKS else "not learnt: "
+            lines.append(f"data: {lost}{turns}: {reason} ({self.first(n)})")
         for reason, n in itertools.islice(self.skipped.items(), MOST_LINES):
             lines.append(f"data: skipped {counted(n.rows, 'row')}: {reason} ({self.first(n)})")
         return lines
@@ -214,8 +207,7 @@ def choose_seq_len(lengths: np.ndarray, limit: int) -> tuple[int, str]:
     why = f"{SHARE:.0%} of {counted(len(lengths), 'document')} have at most {holds:,} tokens"
     if seq_len <= limit:
         return seq_len, f"{why}, rounded up to a multiple of {STEP}"
-    by = "by default" if limit == LONGEST_DEFAULT else "by the model"
-    return limit, f"{why}; limited to {limit:,} {by}"
+    return limit, f"{why}; limited to {limit:,}"
 
 
 def _to_flat(folder: str, samples: Iterator[tuple[Sample, int, int]]) -> np.ndarray:

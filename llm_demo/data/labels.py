@@ -266,10 +266,8 @@ def _render(codec: Codec, record: Record) -> tuple[Record, str]:
             raise NotLearnt(NOTHING)
         is_ended = record.text.rstrip().endswith(eos)
         return record, record.text if is_ended else record.text + eos
-    answers = _answers(record)
-    if not record.messages or not (codec.train_on_prompt or None in answers.values()):
-        all_empty = all(_is_empty(record.messages[i]) for i in answers)
-        raise NotLearnt((EMPTY_TURN if answers else NOTHING) if all_empty else MARKED)
+    if not record.messages or not (codec.train_on_prompt or _answers(record)):
+        raise NotLearnt(NOTHING)
     has_calls = any(message.get("tool_calls") for message in record.messages)
     if has_calls and "tool_calls" not in codec.template:
         raise NotLearnt(NO_CALLS)
@@ -397,12 +395,10 @@ def _learnt_spans(chat: Rendered, reasons: Counter) -> tuple[Rendered, list[tupl
     answers = _answers(record)
     reasons.update(filter(None, answers.values()))
     reasons[NOT_OURS] += sum(learn and i not in answers for i, learn in record.marks.items())
-    why = NOTHING
-    turns = list(answers)
-    if codec.last_only and turns:
-        turns = turns[-1:]
-        why = answers[turns[0]] or NOTHING
-    turns = [i for i in turns if not answers[i]]
+    if codec.last_only:
+        answers = dict(list(answers.items())[-1:])
+    turns = [i for i, why_not in answers.items() if not why_not]
+    failed = []
     marks = None
     if codec.tagged and turns and not record.is_rendered:
         encoded = codec.try_render(
@@ -424,8 +420,8 @@ def _learnt_spans(chat: Rendered, reasons: Counter) -> tuple[Rendered, list[tupl
             reasons.update(remarks)
         except NotLearnt as reason:
             reasons[str(reason)] += 1
-            if why == NOTHING:
-                why = str(reason)
+            failed.append(str(reason))
     if not spans:
-        raise NotLearnt(why)
+        failed += [why_not for why_not in answers.values() if why_not]
+        raise NotLearnt(failed[0] if failed else NOTHING)
     return chat, spans

@@ -20,9 +20,8 @@ from llm_demo.machine.cache import build
 from llm_demo.machine.files import cache_folder
 from llm_demo.machine.text import blame, counted
 
-PACK_VERSION = (
-    11  # of a pack; increase it when the same files are read, labelled or stored differently
-)
+# of a pack; increase it when the same files are read, labelled or stored differently
+PACK_VERSION = 12
 SPLIT_SEED = 0  # not --seed, so that runs with other seeds have the same held-out documents
 SHOWN = 1500  # characters from each end of a long example
 CONTENT_OF = "content of data file"  # in an identity, with its number
@@ -155,9 +154,6 @@ def in_rows(documents: Documents, passes: list[tuple[np.ndarray, np.ndarray]]) -
     row_start = np.append(0, np.cumsum(counts))
     token_counts = np.add.reduceat(documents.lengths[row_docs], row_start[:-1])
     has_padding = token_counts < documents.seq_len
-    begins = None
-    if len(passes) > 1:
-        begins = np.append(0, np.cumsum([len(counts) for _, counts in passes]))
     return Rows(
         documents=documents,
         row_docs=row_docs,
@@ -165,7 +161,7 @@ def in_rows(documents: Documents, passes: list[tuple[np.ndarray, np.ndarray]]) -
         token_counts=token_counts,
         label_counts=np.add.reduceat(documents.label_counts[row_docs], row_start[:-1]),
         max_docs=int((counts + has_padding).max()),
-        passes=begins,
+        passes=np.append(0, np.cumsum([len(counts) for _, counts in passes])),
     )
 
 
@@ -208,9 +204,8 @@ def mix(
     total = max(a_pass * epochs, n_rows * len(available) / len(data))
     if total > MOST_DOCUMENTS:
         raise UserError(
-            f"--train_json: a pass with the weights {weights} has {a_pass:,.0f} documents, and the "
-            f"run takes {total:,.0f}: at most {MOST_DOCUMENTS:,}; give smaller weights, or fewer "
-            "steps or epochs"
+            f"--train_json: with the weights {weights} the run takes {total:,.0f} documents: at "
+            f"most {MOST_DOCUMENTS:,}"
         )
     passes, made = [], 0
     while len(passes) < epochs or made < n_rows:
@@ -260,7 +255,7 @@ def describe_example(data: Rows, tokenizer, row: int = 0) -> str:
 def shares_of_files(train: Rows, weights: list[float]) -> list[str]:
     """Lines on the documents of each file in the first pass of a mixture."""
     documents = train.documents
-    in_first_pass = train.row_docs[: train.row_start[train.passes_at[1]]]
+    in_first_pass = train.row_docs[: train.row_start[train.passes[1]]]
     file_numbers = documents.file_numbers[in_first_pass]
     lines = []
     for n, file in enumerate(documents.stats.files):

@@ -305,24 +305,17 @@ def with_max_docs(train: Rows, heldout: Rows | None) -> Data:
 # ---------------------------------------------------------------- the horizon
 
 
-class Usual(NamedTuple):
-    """What the flags leave open, by what is trained."""
-
-    lr: float
-    what: str  # what this is for
-    most_passes: int  # over small data
-
-
-def usual_lr(trained: bool, lora: tuple | None) -> Usual:
-    """trained: the model has weights.
+def usual_lr(trained: bool, lora: tuple | None) -> tuple[float, int]:
+    """(learning rate, most passes over small data) that the flags leave open. trained: the model
+    has weights.
 
     Adapters want ten times the rate of all weights: "LoRA Without Regret" (Schulman et al. 2025),
     and 2e-4 in "QLoRA" (Dettmers et al. 2023)."""
     if lora:
-        return Usual(2e-4, "adapters", 10)
+        return 2e-4, 10
     if trained:
-        return Usual(2e-5, "trained weights", 10)
-    return Usual(1e-3, "random weights", 100)
+        return 2e-5, 10
+    return 1e-3, 100
 
 
 def choose_horizon(
@@ -330,11 +323,12 @@ def choose_horizon(
     data_parallel: int,
     train: Rows,
     weights: list[float] | None,
-    usual: Usual,
+    usual: tuple[float, int],
     earlier: dict,
 ) -> tuple[tuple[Horizon, Rows], list[str]]:
     """((rows of a step, number of steps and learning rate; the rows of all passes), lines). train:
-    of one pass. weights: of the data files. earlier: settings of the run that is resumed."""
+    of one pass. weights: of the data files. usual: what usual_lr returns. earlier: settings of the
+    run that is resumed."""
     global_batch = args.micro_batch_size * args.grad_accum_steps * data_parallel
     lines = [
         f"batch: {counted(args.micro_batch_size, 'row')} x {args.grad_accum_steps} accumulated x "
@@ -350,10 +344,11 @@ def choose_horizon(
         epochs = float(earlier.get("num_epochs") or 0)
     if is_open and not epochs:
         epochs = max(1, round(ABOUT_STEPS * global_batch / n_rows))
-        epochs = min(usual.most_passes, epochs)
+        most_passes = usual[1]
+        epochs = min(most_passes, epochs)
         lines.append(
             f"passes over the data: {epochs}, for about {ABOUT_STEPS} steps (at most "
-            f"{usual.most_passes} passes; --num_epochs sets them)"
+            f"{most_passes} passes; --num_epochs sets them)"
         )
     if weights:
         train = mix(
@@ -375,23 +370,21 @@ def choose_horizon(
         lines.append(
             f"steps: only {max_steps}; a smaller MICRO_BATCH_SIZE or GRAD_ACCUM_STEPS makes more"
         )
-    lr = args.lr or usual.lr
+    lr = args.lr or usual[0]
     warmup = args.warmup_steps
     if warmup is None:
         warmup = earlier.get("warmup_steps", min(10, max_steps // 10))
     trained_rows = min(max_steps * global_batch, n_total or math.inf)
     passes = round(trained_rows / n_rows, 2)
-    why = "" if args.lr else f" (the default for {usual.what})"
     lines.append(
-        f"steps: {max_steps} = {passes:g} {'pass' if passes == 1 else 'passes'} over "
-        f"{counted(n_rows, 'row')}; lr {lr:g}{why}, {counted(warmup, 'step')} of warm-up, then "
+        f"steps: {max_steps} = {passes:g} passes over "
+        f"{counted(n_rows, 'row')}; lr {lr:g}, {counted(warmup, 'step')} of warm-up, then "
         f"{args.lr_scheduler}"
     )
     if warmup >= max_steps:
         lines.append(
             f"warning: --warmup_steps {warmup} is not shorter than the run of "
-            f"{counted(max_steps, 'step')}: the learning rate only rises, to "
-            f"{lr * max_steps / warmup:.2g} in the last step; give a shorter warm-up"
+            f"{counted(max_steps, 'step')}: the learning rate only rises; give a shorter warm-up"
         )
     horizon = Horizon(data_parallel, global_batch, max_steps, n_total, lr, epochs, warmup)
     return (horizon, train), lines
