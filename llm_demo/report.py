@@ -30,7 +30,6 @@ from llm_demo.run.folder import (
     median,
     peaks_of,
     read_run,
-    skipped,
     status,
 )
 
@@ -163,22 +162,20 @@ def split_chart(runs: list) -> str:
     bars = [(f"{run.letter}-{rank}", p) for run in runs for rank, p in enumerate(run.parts)]
     if not bars:
         return ""
-    figure, axes = new_chart("milliseconds (median)", height=min(900, 115 + 16 * len(bars)))
+    figure, axes = new_chart("milliseconds (median)", height=115 + 16 * len(bars))
     left, widest = np.zeros(len(bars)), max(parts["step"] for _, parts in bars)
     for part, (name, color) in PARTS_OF_A_STEP.items():
         widths = [parts[part] for _, parts in bars]
         drawn = axes.barh(range(len(bars)), widths, 0.72, left, color=color, label=name)
         for bar, (label, _) in zip(drawn, bars, strict=True):
             bar.set_gid(f"{label}-{part}")
-        if len(bars) <= 16:
-            said = [short_number(width) if width > widest / 12 else "" for width in widths]
-            axes.bar_label(drawn, said, label_type="center", fontsize=9)
+        said = [short_number(width) if width > widest / 12 else "" for width in widths]
+        axes.bar_label(drawn, said, label_type="center", fontsize=9)
         left += widths
     figure.legend(
         loc="outside upper center", ncols=len(PARTS_OF_A_STEP), frameon=False, fontsize=10
     )
-    named = range(0, len(bars), math.ceil(len(bars) / 50))
-    axes.set_yticks(named, [bars[i][0].replace("-", " rank ") for i in named])
+    axes.set_yticks(range(len(bars)), [label.replace("-", " rank ") for label, _ in bars])
     axes.set_ylim(len(bars) - 0.4, -0.6)
     axes.grid(False, axis="y")
     axes.grid(True, axis="x")
@@ -246,6 +243,7 @@ def facts_of_evals(run, first) -> dict[str, str]:
 def facts_of_steps(run) -> dict[str, str]:
     """The training loss, speed, memory and tokens of a run: the last step's, or medians."""
     last, mfu = run.steps[-1], median(run.steps, "perf/mfu")
+    skipped = sum(record.get("train/skipped") is True for record in run.steps)
     memory = peaks_of(last)
     if len(memory) > 8:
         memory = [max(memory)]
@@ -257,7 +255,7 @@ def facts_of_steps(run) -> dict[str, str]:
         "peak memory": " / ".join(map(short_number, memory)) + " GiB",
         "seen": f"{short_number(last['data/tokens'])} tokens, "
         f"{short_number(last['data/label_tokens'])} learnt",
-        "skipped": f"{len(skipped(run)):,} of {len(run.steps):,} logged steps",
+        "skipped": f"{skipped:,} of {len(run.steps):,} logged steps",
     }
 
 

@@ -36,7 +36,6 @@ def a_run(max_steps, *flags):
         open=lambda step: [], record=recorded.append, say=lambda line, shown="": said.append(line)
     )
     records = Records(args, WORLD, log, 0, max_steps, torch.float32)
-    records.gather = SimpleNamespace(step=lambda mine, operations: ([mine], [0.0]))
     timer = StepTimer(WORLD, args.comm_timer)
     timer.begin()
     return timer, records, recorded, said
@@ -97,17 +96,20 @@ def test_communication_that_is_not_measured_is_not_zero():
     assert shares(summary) == {}
 
 
-def test_times_are_of_a_step_and_of_the_slowest_rank():
+def test_times_are_of_a_step_and_of_the_slowest_rank(monkeypatch):
     """Two steps are logged together, of two ranks."""
     timer, records, recorded, _ = a_run(4, "--log_every", "2")
     records.args = dataclasses.replace(records.args, comm_timer=True)
     other = iter((3.0, 1.0))  # the other rank's ms for data; this rank's are 2
 
-    def gather(mine, operations):
-        *rest, _ = mine
-        return [[*rest, 2.0], [*rest, next(other)]], [6.0, 10.0]
+    def exchange(ranks, ours):
+        *rest, _ = ours[0]
+        operations = {"a": (0, 7), "b": (20, 21)}, {"a": (0, 1), "b": (20, 31)}  # waits: 6, 10
+        ranks[0] = [*rest, 2.0], operations[0]
+        ranks[1] = [*rest, next(other)], operations[1]
 
-    records.gather = SimpleNamespace(step=gather)
+    records.world = World(0, 2, 0, torch.device("cpu"))
+    monkeypatch.setattr(torch.distributed, "all_gather_object", exchange)
     for step in range(1, 5):
         timer.count(tokens=10, labels=5, slots=20, flops=0)
         if step % 2 == 0:

@@ -90,9 +90,8 @@ def choose_folder(args, script: str) -> Path:
                 f"--output_dir {folder} is not empty: choose another, or add --overwrite, or "
                 "--resume auto to continue"
             )
-        alone = [f.name for f in folder.iterdir()] == ["cmd.sh"]  # killed early
-        resumed = args.resume and (alone or published(folder / "checkpoints"))  # cmd.sh may be lost
-        if not (is_run(folder) or resumed):
+        resumed = args.resume and published(folder / "checkpoints")  # cmd.sh may be lost
+        if not ((folder / "cmd.sh").is_file() or resumed):
             raise UserError(f"--output_dir {folder} is not a run's folder, so it is left unchanged")
         _refuse_links(folder)
     return folder
@@ -367,10 +366,6 @@ def step_parts(run) -> list[dict[str, float]]:
         {"compute": step - e, "transfer": e - waiting, "waiting": waiting, "step": step}
         for e, waiting in ranks
     ]
-
-
-def skipped(run) -> list[int]:
-    return [record["step"] for record in run.steps if record.get("train/skipped") is True]
 
 
 def status(run) -> str:

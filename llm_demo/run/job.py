@@ -60,20 +60,24 @@ class Job:
         """Find the checkpoint to resume. Returns whether steps are left to train; if not, does what
         the run may have been killed before. copies: see Saver."""
         self._resume(copies)
-        if self._steps_left():
-            return True
         saver, steps = self.saver, self.plan.horizon.max_steps
-        first = saver.first_step
+        first, early = saver.first_step, ends_early(self.args, self.records.history.evals)
+        if first < steps and not early:
+            return True
         if first > steps:
             self.log.say(
                 f"nothing to train: {saver.path} is of step {first}, beyond the run's "
                 f"{counted(steps, 'step')}; to train on, set --max_steps above {first}"
             )
             return False
+        ended = (self.log.folder / "summary.json").exists()
+        unevaluated = saver.facts.get("unevaluated") and self.plan.data.heldout
+        if first == steps and saver.continues and unevaluated and not ended:
+            return True  # it was stopped during the last evaluation
         why = "is of the last step" if first == steps else "has stopped early (--early_stopping)"
         self.log.say(f"nothing left to train: {saver.path} {why}")
         if saver.continues and not self.args.dry_run:
-            self._end_again()
+            self._end_again(ended)
         return False
 
     def _resume(self, copies: bool) -> None:
@@ -113,21 +117,10 @@ class Job:
         if first == 0:
             log.resolved(random_weights=source.weights is None)
 
-    def _steps_left(self) -> bool:
-        """Whether the run has a step left, or only its last evaluation."""
-        saver, steps = self.saver, self.plan.horizon.max_steps
-        if saver.first_step < steps:
-            return not ends_early(self.args, self.records.history.evals)
-        # stopped during the last evaluation
-        late = saver.continues and self.plan.data.heldout and saver.facts.get("unevaluated")
-        ended = (self.log.folder / "summary.json").exists()
-        return bool(saver.first_step == steps and late and not ended)
-
-    def _end_again(self) -> None:
+    def _end_again(self, ended: bool) -> None:
         """Write what a run that was killed after its last step has not written."""
         saver, log = self.saver, self.log
         best = log.decided(best_of(self.args, self.records.history.evals, saver.path))
-        ended = (log.folder / "summary.json").exists()
         if not ended:
             self.records.open()
         if self.args.save:

@@ -75,7 +75,7 @@ class Records:
         self.max_steps = max_steps
         device = this_device(world.device.index or 0)
         self.peak = args.peak_tflops or peak_tflops(device, dtype)
-        self.history, self.gather = History(), Gather(world)
+        self.history = History()
         self.pending = None  # a logged step that is not read yet
         self.bad_steps = torch.zeros((), device=world.device)  # in a row, up to now
         self.warned = False
@@ -177,8 +177,8 @@ class Records:
         }
         loss, norm = numbers.pop("loss"), numbers.pop("norm")
         mine = [loss, numbers.pop("bad_steps"), *t.memory, t.busy, t.exposed, t.data]
-        gathered, wait = self.gather.step(mine, t.operations)
-        share, bad, memory, reserved, retries, busy, exposed, data = zip(*gathered, strict=True)
+        ranks, wait = gather_numbers(self.world, mine, t.operations)
+        share, bad, memory, reserved, retries, busy, exposed, data = zip(*ranks, strict=True)
         steps, flops = t.counts["steps"], t.counts["flops"] / t.seconds / self.world.size
         comm = dict.fromkeys(TIMES)
         if self.args.comm_timer:
@@ -291,35 +291,17 @@ def _kilo(n: float) -> str:
     return f"{n / 1e3:.1f}k" if n >= 1e3 else f"{n:.0f}"
 
 
-class Gather:
-    """Gathers numbers on all ranks, over the CPU group, so nothing waits for the device."""
-
-    def __init__(self, world: World):
-        self.world, self.keys, self.all_keys = world, None, [[]]  # names of operations
-
-    def step(self, mine: list[float], operations: dict) -> tuple[list[list[float]], list[float]]:
-        """(every rank's `mine`, each rank's `waiting` in ms). operations: this rank's {operation:
-        (start, end)}. Usually one exchange; each makes the host wait for the others."""
-        # Steps repeat the same operations, so their names are exchanged only when they change.
-        names = list(operations)
-        changed = names != self.keys
-        times = [] if changed else [ms for span in operations.values() for ms in span]
-        longest = 2 * max(map(len, self.all_keys))
-        padding = [0.0] * (longest - len(times))
-        send = torch.tensor([changed, *mine, *times, *padding], dtype=torch.float64)
-        received = [torch.empty_like(send) for _ in range(self.world.size)]
-        dist.all_gather(received, send)
-        rows = [row.tolist() for row in received]
-        if any(row[0] for row in rows):
-            self.keys, self.all_keys = names, [None] * self.world.size
-            dist.all_gather_object(self.all_keys, self.keys)
-            return self.step(mine, operations)
-        at = 1 + len(mine)
-        ranks = [
-            dict(zip(keys, zip(row[at::2], row[at + 1 :: 2], strict=True), strict=False))
-            for keys, row in zip(self.all_keys, rows, strict=True)
-        ]
-        return [row[1:at] for row in rows], waiting(ranks)
+def gather_numbers(
+    world: World, mine: list[float], operations: dict
+) -> tuple[list[list[float]], list[float]]:
+    """(every rank's `mine`, each rank's `waiting` in ms). operations: this rank's {operation:
+    (start, end)}. Over the CPU, so nothing waits for the device."""
+    ranks = [(mine, operations)]
+    if world.size > 1:
+        ranks = [None] * world.size
+        dist.all_gather_object(ranks, (mine, operations))
+    numbers, operations_of_ranks = zip(*ranks, strict=True)
+    return list(numbers), waiting(operations_of_ranks)
 
 
 def summarise(
