@@ -216,11 +216,9 @@ MACHINES = {
     "older ROCm": (amd(90010, rocm="6.3.2"), "2.8.0, rocm6.3", "gfx90a"),
     "newer ROCm": (amd(90402, rocm="7.2.1"), "2.13.0, rocm7.2", "gfx942"),
     "ROCm in core": (amd(90008, rocm="7.14.0", at="core/"), "rocm7.2", "gfx908, ROCm 7.14.0"),
-    "in core-10.0": (amd(90008, rocm="10.0.0", at="core-10.0/"), "rocm7.2", "ROCm 10.0.0"),
     "driver alone": (amd(110000), "2.9.1, rocm6.4", "gfx1100, ROCm unknown"),
     "MI50": (amd(90006, rocm="6.4.1"), "2.8.0, rocm6.3", "gfx906"),
     "MI355X, driver alone": (amd(90500), "2.13.0, rocm7.2", "gfx950, ROCm unknown"),
-    "MI355X, ROCm 7.0": (amd(90500, rocm="7.0.2"), "2.10.0, rocm7.0", "gfx950"),
     "Strix Halo": (amd(110501, rocm="6.4.4"), "2.13.0, rocm7.2", "gfx1151"),
     "9070 XT": (amd(120001, rocm="6.4.1"), "2.9.1, rocm6.4", "gfx1201"),
     "MI100 and Ryzen": (amd(90008, 90008, 100306, rocm="6.4.1"), "2.9.1, rocm6.4",
@@ -244,19 +242,15 @@ def test_the_build_fits_the_machine_and_says_why(machine, name):
     assert not (machine.repo / ".venv").exists()
 
 
-@pytest.mark.parametrize(
-    "build, command",
-    [
-        ("cpu", "install torch==2.13.0+cpu"),
+def test_the_user_may_choose_the_build(machine):
+    kfd(machine, 110501)  # rocm6.4 lacks its code, and says so
+    for build, command in (
         ("cuda", "--torch-backend=auto torch==2.13.0"),
         ("rocm6.4", "install torch==2.9.1+rocm6.4"),
-    ],
-)
-def test_the_user_may_choose_the_build(machine, build, command):
-    kfd(machine, 110501)  # rocm6.4 lacks its code, and says so
-    result = machine.setup(SETUP_DRY_RUN="1", TORCH_BUILD=build)
-    assert command in result.stdout and "TORCH_BUILD says so" in result.stdout
-    assert ("no code for gfx1151" in result.stdout) == (build == "rocm6.4")
+    ):
+        result = machine.setup(SETUP_DRY_RUN="1", TORCH_BUILD=build)
+        assert command in result.stdout and "TORCH_BUILD says so" in result.stdout
+        assert ("no code for gfx1151" in result.stdout) == (build == "rocm6.4")
 
 
 @pytest.mark.parametrize(
@@ -355,13 +349,12 @@ def test_no_rocm_build_is_an_error_and_one_put_in_by_hand_is_kept(machine):
 # ---------------------------------------------------------------- another clone, and a copy
 
 
-@pytest.mark.parametrize("script", ["fsdp/train_fsdp.py", "pp/pp_train.py"])
-def test_a_script_of_another_clone_is_refused(script, tmp_path):
+def test_a_script_of_another_clone_is_refused(tmp_path):
     """Python would find the package of the clone that is installed, and run and record that."""
-    for name in ("llm_demo", os.path.dirname(script)):
+    for name in ("llm_demo", "fsdp"):
         shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy(ROOT / "launch_common.sh", tmp_path)
-    other = tmp_path / script
+    other = tmp_path / "fsdp/train_fsdp.py"
     for words in ([other], ["-m", "llm_demo.launch", other]):
         done = subprocess.run(
             [sys.executable, *words, "--help"], env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -370,11 +363,6 @@ def test_a_script_of_another_clone_is_refused(script, tmp_path):
         error = f"error: {other} would run with llm_demo of {ROOT}: start it in {tmp_path} with "
         error += f"PYTHONPATH={tmp_path}, or run pip install -e {tmp_path}\n"
         assert (done.returncode, done.stdout, done.stderr) == (2, "", error)
-    done = subprocess.run(  # what the line says
-        [sys.executable, "-m", "llm_demo.launch", other, "--help"], cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "") and "--train_json" in done.stdout
 
 
 def test_a_copy_of_the_package_says_how_to_install(tmp_path):
