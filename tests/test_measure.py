@@ -198,7 +198,7 @@ def test_the_measured_speed_is_the_formula_turned_around():
         ("--memory 8 --tokens_a_step 256", "set --cards"),
         ("--cards 2 --tokens_a_step 256", "set --card, or --memory"),
         ("--measure --tokens_a_step 256 --train_json nowhere.jsonl", "nowhere.jsonl"),
-        ("--measure --tokens_a_step 256 --train_json {empty}", "skipped: 1 x the assistant turn is empty"),
+        ("--measure --tokens_a_step 256 --train_json {empty}", "turn is empty"),
     ],
 )
 def test_bad_input_ends_before_the_first_run(words, problem, tmp_path, monkeypatch):
