@@ -55,11 +55,24 @@ def experiments(facts: dict, tell: Callable, module: str, env: dict) -> None:
         tell((OK, "gpus", facts["torch"]["left_out"], ""))
         env = {**env, **dict([facts["torch"]["only"]])}
     ask = functools.partial(processes.ask, module=module, env=env)
-    if devices:
-        check_gpus(facts, tell, ask)
-    else:
-        facts["pairs"] = [{"pair": (0, 1), "result": ask("pair", devices=["cpu", "cpu"])}]
-        tell(lines.pair_line("pair", facts["pairs"][0]["result"]))
+    names = [f"cuda:{i}" for i in range(len(devices))]
+    with ThreadPoolExecutor() as pool:  # all at once
+        answers = pool.map(lambda name: ask("rates", device=name), names)
+        for gpu, answer in zip(devices, answers, strict=True):
+            gpu |= answer
+    tell(*(lines.gpu_line(i, devices) for i in range(len(devices))))
+    facts["pairs"] = []
+    everyone = names or ["cpu", "cpu"]
+    try_pair = functools.partial(ask, "pair", limit=LIMIT)
+    for pair in itertools.combinations(range(len(everyone)), 2):
+        both = [everyone[i] for i in pair]
+        result, without = with_control(try_pair, both, always=pair == (0, 1) and devices)
+        name = "pair {}-{}".format(*pair)
+        links = facts["torch"]["links"]
+        if len(links) == 1:
+            name += f" ({links[0]})"
+        tell(lines.pair_line(name, result, without))
+        facts["pairs"].append({"pair": pair, "result": result, "without_p2p": without})
     facts["choices"] = ask("choices")
     tell(*lines.choice_lines(facts["choices"]))
     if devices:
@@ -67,33 +80,13 @@ def experiments(facts: dict, tell: Callable, module: str, env: dict) -> None:
         tell(*lines.kernel_lines(facts["kernels"]))
 
 
-def check_gpus(facts: dict, tell: Callable, ask: Callable) -> None:
-    """All GPUs at once, then each pair. ask: processes.ask on this machine."""
-    devices, links = facts["torch"]["devices"], facts["torch"]["links"]
-    with ThreadPoolExecutor() as pool:
-        answers = pool.map(lambda i: ask("rates", device=f"cuda:{i}"), range(len(devices)))
-        for gpu, answer in zip(devices, answers, strict=True):
-            gpu |= answer
-    tell(*(lines.gpu_line(i, devices) for i in range(len(devices))))
-    results, control = {}, {}
-    pairs = list(itertools.combinations(range(len(devices)), 2))
-    for pair in pairs:
-        if all("rates" in devices[i] for i in pair):
-            names = [f"cuda:{i}" for i in pair]
-            try_pair = functools.partial(ask, "pair", devices=names, limit=LIMIT)
-            results[pair] = try_pair()
-            neighbours = pair[1] == pair[0] + 1
-            if os.environ.get(P2P_OFF, "0") == "0" and (neighbours or failure(results[pair])):
-                control[pair] = try_pair(env={**ask.keywords["env"], P2P_OFF: "1"})
-    link, best = "", 0
-    if len(links) == 1:
-        link = f" ({links[0]})"
-        best = max((result.get("all_reduce", 0) for result in results.values()), default=0)
-    facts["pairs"] = []
-    for pair in pairs:
-        result, without = results.get(pair), control.get(pair)
-        tell(lines.pair_line("pair {}-{}".format(*pair) + link, result, without, best))
-        facts["pairs"].append({"pair": pair, "result": result, "without_p2p": without})
+def with_control(try_pair: Callable, both: list[str], always: bool) -> tuple[dict, dict | None]:
+    """A pair's result, and the same without peer-to-peer if it failed, or `always`."""
+    result = try_pair(devices=both)
+    off_already = os.environ.get(P2P_OFF, "0") != "0"
+    if off_already or not (always or failure(result)):
+        return result, None
+    return result, try_pair(devices=both, env={**try_pair.keywords["env"], P2P_OFF: "1"})
 
 
 def make_parser() -> PlainParser:

@@ -138,11 +138,8 @@ def failure(result: dict | None) -> str | None:
     return None
 
 
-def pair_line(name: str, result: dict | None, other: dict | None = None, best=0.0) -> tuple:
-    """The line of a pair. result: None if it was not tried; other: its result with
-    NCCL_P2P_DISABLE=1, if tried; best: GB/s of the fastest pair with the same link."""
-    if result is None:
-        return WARNING, name, "not tried, because a GPU failed", "mend it, then check again"
+def pair_line(name: str, result: dict, other: dict | None = None) -> tuple:
+    """The line of a pair. other: its result with NCCL_P2P_DISABLE=1, if tried."""
     trouble, without = failure(result), failure(other)
     if trouble and other and not without:
         text = f"{trouble}; correct with {P2P_OFF}=1, so peer-to-peer is broken"
@@ -159,7 +156,4 @@ def pair_line(name: str, result: dict | None, other: dict | None = None, best=0.
         text += f"; {other['all_reduce']:.1f} GB/s with {P2P_OFF}=1"
         if other["all_reduce"] > 1.3 * rate:
             return WARNING, name, f"{text}: peer-to-peer is slower than host memory", FIX_P2P
-    if rate < 0.6 * best:
-        fix = "NVLink: nvidia-smi nvlink -s; PCIe: full-width slots, iommu=pt, ACS off"
-        return WARNING, name, f"{text}; others with such a link have up to {best:.0f}", fix
     return OK, name, text, ""
