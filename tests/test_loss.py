@@ -171,20 +171,6 @@ def test_logits_that_exp_overflows_at(scale):
     assert_plain(mine, hidden, weight, labels, factor=1)
 
 
-def test_tied_weight_gets_both_gradients():
-    torch.manual_seed(0)
-    weight = torch.randn(V, D, requires_grad=True)
-    ids, labels = torch.randint(0, V, (B, S)), torch.randint(0, V, (B, S))
-
-    def both(head):
-        hidden = F.embedding(ids, weight).tanh()
-        return torch.autograd.grad(head(hidden), weight)[0]
-
-    mine = both(lambda h: cross_entropy_sum(h, weight, *label_positions(labels)))
-    plain = both(lambda h: plain_sum(h, weight, labels))
-    torch.testing.assert_close(mine, plain)
-
-
 def test_full_logits_never_exist(set_chunk_rows):
     """The largest tensor made is a chunk of logits, or the weight's gradient."""
     set_chunk_rows(4)

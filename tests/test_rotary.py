@@ -151,17 +151,6 @@ def test_latent_attention_with_yarn():
                 assert torch.equal(ours.flatten(0, 1)[start:end], theirs[0])
 
 
-def test_long_neighbours_do_matter_to_transformers():
-    """Else the test above would test nothing."""
-    config = config_of("longrope")
-    torch.manual_seed(0)
-    rotary = AutoModelForCausalLM.from_config(config).model.rotary_emb
-    positions = torch.arange(20)[None]
-    short = rotary(torch.zeros(1), positions)[0]
-    beside = rotary(torch.zeros(1), torch.cat([positions, torch.arange(40)[None, 20:]], 1))[0]
-    assert not torch.allclose(short, beside[:, :20])
-
-
 @pytest.mark.parametrize("kind", ROPES)
 def test_evaluation_does_not_mix_frequencies(kind, tmp_path):
     """Documents of 10, 60 and 120 tokens, in one batch where their frequencies allow it."""

@@ -174,7 +174,7 @@ def test_evaluation_answers_and_resume_are_those_of_whole_rows(work):
 # ---------------------------------------------------------------- parts
 
 
-def test_documents_are_isolated_and_blocks_are_one_graph():
+def test_blocks_are_one_graph():
     torchrun(2, ROOT / "tests/sequence_worker.py")
 
 
