@@ -21,7 +21,7 @@ from llm_demo.flags.args import names_of
 from llm_demo.flags.parsing import PlainParser, path_of
 from llm_demo.machine.files import write_text
 from llm_demo.machine.process import command, read_text, regular
-from llm_demo.machine.text import counted
+from llm_demo.machine.text import blame, counted
 from llm_demo.run.folder import (
     WARMUP,
     column,
@@ -59,7 +59,9 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     try:
         refuse_other_file(args.out)
-        write_text(args.out.resolve(), page_of(read_runs(args.runs)))
+        with blame(", ".join(map(str, args.runs))):
+            page = page_of(read_runs(args.runs))
+        write_text(args.out.resolve(), page)
     except OSError as e:
         raise UserError(f"{e.filename or args.out}: {e.strerror}") from e
     print(f"report: {args.out}")
@@ -219,7 +221,7 @@ def facts(run, first) -> dict[str, object]:
     if run.evals:
         found |= facts_of_evals(run, first)
     if run.steps:
-        found |= facts_of_steps(run)
+        found |= facts_of_steps(run, first)
     return found
 
 
@@ -240,16 +242,22 @@ def facts_of_evals(run, first) -> dict[str, str]:
     }
 
 
-def facts_of_steps(run) -> dict[str, str]:
+def facts_of_steps(run, first) -> dict[str, str]:
     """The training loss, speed, memory and tokens of a run: the last step's, or medians."""
     last, mfu = run.steps[-1], median(run.steps, "perf/mfu")
+    speed = median(run.steps, "perf/toks_per_s")
+    ratio = speed / (median(first.steps, "perf/toks_per_s") or math.nan)
+    said = short_number(speed)
+    alike = all(run.config.get(key) == first.config.get(key) for key in names_of("trained_on"))
+    if run is not first and alike and math.isfinite(ratio):
+        said += f" ({ratio:.2f} x {first.letter})"
     skipped = sum(record.get("train/skipped") is True for record in run.steps)
     memory = peaks_of(last)
     if len(memory) > 8:
         memory = [max(memory)]
     return {
         "training loss": decimal(float_of(last["train/loss"])),
-        "tokens per second": short_number(median(run.steps, "perf/toks_per_s")),
+        "tokens per second": said,
         "step": f"{median(run.steps, 'perf/step_ms'):,.1f} ms",
         "MFU": f"{100 * mfu:.3g} %" if math.isfinite(mfu) else "",
         "peak memory": " / ".join(map(short_number, memory)) + " GiB",
