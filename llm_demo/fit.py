@@ -45,7 +45,8 @@ def make_parser() -> argparse.ArgumentParser:
     style = argparse.RawDescriptionHelpFormatter
     parser = PlainParser(prog="python -m llm_demo.fit", description=__doc__, formatter_class=style)
     add = parser.add_argument
-    number = functools.partial(parser.add_argument, type=parsing.real(at_most=1e6))
+    positive = functools.partial(parsing.numeral, kind=float, positive=True, at_most=1e6)
+    number = functools.partial(parser.add_argument, type=positive)
     add("model", metavar="MODEL", help="a folder, or a hub id, of which only config.json is read")
     add("--cards", type=whole(1, MOST_CARDS), help="GPUs, of one node")
     add("--card", choices=CARDS, help="the kind of GPU")

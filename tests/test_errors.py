@@ -293,7 +293,7 @@ def test_bad_input_of_one_process(kind, flags, message, folder, monkeypatch, rec
     ("mrope", "", "mrope/config.json: the rotary type mrope is not one of default,"),
     ("trained", "--seq_len=4096", "--seq_len 4096: trained has positions up to 2048"),
     ("window", "--ckpt=1", "unrecognized arguments: --ckpt=1"),
-    ("window", "--memory=", "--memory: : must be a number above 0"),
+    ("window", "--memory=", "--memory: : must be a number"),
 ])  # fmt: skip
 def test_bad_input_of_fit(model, flag, message, folder, monkeypatch, record_property):
     record_property("bad inputs", 1)
@@ -330,7 +330,7 @@ def test_a_dying_rank_takes_all_along(kind, folder):
 
 
 ENVIRONMENT = [
-    ({"RANK": "x"}, "RANK=x: must be a whole number, 0 or more"),
+    ({"RANK": "x"}, "RANK=x: must be a whole number"),
     ({"RANK": "5"}, "RANK=5: must be at most 0"),
     ({"WORLD_SIZE": "2", "RANK": "1"}, "WORLD_SIZE=2 needs MASTER_ADDR: start it by its launcher"),
     ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999: must be at most 65535"),

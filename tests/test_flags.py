@@ -1,5 +1,6 @@
 """Flags: by command line, environment and launcher; refused early; on the help's and docs' page."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -197,9 +198,14 @@ def words_for(condition, kind):
     if not value:
         others = {field.default, field.metadata["off"]}
         tries = ("true", "2", "0.5", "4", "a", "h100", *parsing.choices_of(field))
-        allowed = [text for text in tries if not parsing.why_refused(field, text)]
-        value = next(text for text in allowed if parsing.value_of(field, text) not in others)
+        value = next(text for text in tries if allowed(field, text) not in (None, *others))
     return f"--{name}={value}"
+
+
+def allowed(field, text):
+    """The value of a flag, None if the text is refused."""
+    with contextlib.suppress(ValueError):
+        return parsing.meaning(field, text)
 
 
 @pytest.mark.parametrize("rule", rules.RULES, ids=lambda rule: f"{rule.flag}-{rule.other}")

@@ -8,7 +8,6 @@ import dataclasses
 import difflib
 import functools
 import importlib.util
-import math
 import os
 import re
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from llm_demo.core.errors import UserError
 from llm_demo.machine.files import DECODER, ROOT
+from llm_demo.machine.text import number_in
 
 # What rendering a conversation sets itself: parameters of transformers' apply_chat_template.
 NOT_VARIABLES = set(
@@ -25,8 +25,6 @@ NOT_VARIABLES = set(
     "continue_final_message tokenize sanitize_control_tokens padding truncation max_length "
     "return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
 )
-# upper bounds of numbers without at_most: of whole numbers, and of others
-MAX_INT, MAX_REAL = 2**31 - 1, 10**9
 TRUE = ("true", "yes", "t", "y", "1")
 FALSE = ("false", "no", "f", "n", "0")
 # What other code knows of a flag. args.names_of(tag) has those of all scripts with a tag.
@@ -123,55 +121,32 @@ def env_of(field: dataclasses.Field) -> str:
 
 def value_of(field: dataclasses.Field, text: str):
     """What `text` means as the value of a flag. Raises UserError if it is not allowed."""
-    problem = why_refused(field, text)
-    if problem:
-        raise UserError(f"--{field.name} {text[:80]}: {problem}")
-    kind = kind_of(field)
-    if kind is bool:
-        return text.lower() in TRUE
-    if field.metadata["path"]:
-        return ",".join(local(part, f"--{field.name} ") for part in text.split(","))
-    return kind(text)
-
-
-def why_refused(field: dataclasses.Field, text: str) -> str:
-    """What the text of a flag's value must be and is not; "" if it is allowed."""
-    kind = kind_of(field)
-    rules = field.metadata
-    if kind is bool:
-        return "" if text.lower() in TRUE + FALSE else "must be true or false"
     try:
-        value = kind(text)
-    except ValueError:
-        return "must be a whole number" if kind is int else "must be a number"
+        return meaning(field, text)
+    except ValueError as e:
+        raise UserError(f"--{field.name} {text[:80]}: {e}") from None
+
+
+def meaning(field: dataclasses.Field, text: str):
+    """The same. Raises ValueError, which says what the text must be."""
+    kind, rules = kind_of(field), field.metadata
+    if kind is bool:
+        if text.lower() not in TRUE + FALSE:
+            raise ValueError("must be true or false")
+        return text.lower() in TRUE
+    value = text
     if kind is not str:
-        bound = bound_broken(rules, value)
-        if bound:
-            return bound
+        value = number_in(text, kind, rules["at_least"], rules["at_most"], rules["positive"])
     if rules["form"]:
-        pattern, meaning = rules["form"]
+        pattern, words = rules["form"]
         if not re.fullmatch(pattern, text, re.ASCII):
-            return f"must be {meaning}"
+            raise ValueError(f"must be {words}")
     allowed = choices_of(field)
     if allowed and value not in allowed:
-        return f"choose from {', '.join(allowed)}"
-    return ""
-
-
-def bound_broken(rules: typing.Mapping, value: int | float) -> str:
-    """What a number must be and is not; "" if there is nothing."""
-    least, most = rules["at_least"], rules["at_most"]
-    if most is None:
-        most = MAX_INT if isinstance(value, int) else MAX_REAL
-    if not abs(value) < math.inf:
-        return "must be a finite number"
-    if rules["positive"] and value <= 0:
-        return "must be positive"
-    if value < least:
-        return f"must be at least {least}" if least else "must not be negative"
-    if value > most:
-        return f"must be at most {most:,}"
-    return ""
+        raise ValueError(f"choose from {', '.join(allowed)}")
+    if rules["path"]:
+        return ",".join(local(part, f"--{field.name} ") for part in text.split(","))
+    return value
 
 
 class PlainParser(argparse.ArgumentParser):
@@ -316,33 +291,17 @@ def own_fields() -> dict[str, dict[str, dataclasses.Field]]:
 # ---------------------------------------------------------------- types for argparse
 
 
-def whole(at_least: int = 0, at_most: int = MAX_INT):
-    """A whole number between these."""
-
-    def parse(text: str) -> int:
-        value = int(text) if re.fullmatch(r"\d{1,10}", text, re.ASCII) else -1
-        if not at_least <= value <= at_most:
-            message = f"{text[:80]}: must be a whole number from {at_least} to {at_most:,}"
-            raise argparse.ArgumentTypeError(message)
-        return value
-
-    return parse
+def numeral(text: str, **bounds) -> float:
+    """A number, see text.number_in."""
+    try:
+        return number_in(text, **bounds)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(f"{text[:80]}: {e}") from None
 
 
-def real(at_most: float = MAX_REAL):
-    """A number above 0, at most this."""
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = 0.0
-        if not 0 < value <= at_most:
-            message = f"{text[:80]}: must be a number above 0, at most {at_most:,.0f}"
-            raise argparse.ArgumentTypeError(message)
-        return value
-
-    return parse
+def whole(at_least: int = 0, at_most: int | None = None):
+    """A type for argparse: a whole number between these."""
+    return functools.partial(numeral, kind=int, at_least=at_least, at_most=at_most)
 
 
 def size(text: str) -> str:

@@ -28,11 +28,11 @@ from llm_demo.core.errors import UserError
 from llm_demo.launch.settings import check_flags, launcher_flags, with_rows_of_two, without_effect
 from llm_demo.machine.process import (
     command,
-    minutes,
     number,
     quit_on,
     refuse_other_clone,
     stop_signals,
+    timeout_minutes,
     usable_cores,
 )
 from llm_demo.run.inputs import look
@@ -56,7 +56,7 @@ def this_node() -> Node:
     """Read the environment. Raises UserError for impossible settings, before any slow work."""
     number("STOP_MINUTES", 10)
     number("NPROC_PER_NODE", 2, at_least=1)
-    minutes("DIST_TIMEOUT_MINUTES", 30)
+    timeout_minutes()
     wait = number("JOIN_SECONDS", 50, at_least=1, at_most=86_400)
     count = number("NNODES", 1, at_least=1, at_most=MOST_NODES)
     rank, addr, port = 0, LOOPBACK, number("MASTER_PORT", 0, at_most=65535)

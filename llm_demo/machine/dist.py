@@ -25,7 +25,7 @@ from llm_demo.machine.text import STOPPED, counted
 
 def timeout() -> timedelta:
     """How long a rank waits for the others in one operation. Raises UserError for a bad setting."""
-    return timedelta(minutes=process.minutes("DIST_TIMEOUT_MINUTES", 30))
+    return timedelta(minutes=process.timeout_minutes())
 
 
 def stay_on_loopback() -> None:

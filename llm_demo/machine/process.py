@@ -17,6 +17,7 @@ from pathlib import Path
 from llm_demo.core.errors import UserError, printable
 from llm_demo.machine.files import FULL, PART, ROOT, disk_full, let_read
 from llm_demo.machine.secrets import without_given_secrets
+from llm_demo.machine.text import number_in
 
 PARENT = "LLM_DEMO_PARENT"  # in a child's environment: our pid, so that the child ends with us
 
@@ -38,24 +39,19 @@ INSTALL = "run it from a clone of the repository, where you have run pip install
 YEAR = 365 * 24 * 60  # minutes; no wait may be longer
 
 
-def number(name: str, default: int, at_least: int = 0, at_most: int = 2**31 - 1) -> int:
-    """A whole number from the environment. Raises UserError for anything else."""
+def number(name: str, default: float, kind: type = int, **bounds) -> float:
+    """A number from the environment. bounds: as of text.number_in. Raises UserError for anything
+    else."""
     text = os.environ.get(name) or str(default)
-    if not re.fullmatch("[0-9]{1,10}", text) or int(text) < at_least:
-        raise UserError(f"{name}={text[:80]}: must be a whole number, {at_least} or more")
-    if int(text) > at_most:
-        raise UserError(f"{name}={text}: must be at most {at_most}")
-    return int(text)
+    try:
+        return number_in(text, kind, **bounds)
+    except ValueError as e:
+        raise UserError(f"{name}={text[:80]}: {e}") from None
 
 
-def minutes(name: str, default: float) -> float:
-    """A time in minutes from the environment. Raises UserError for anything else."""
-    text = os.environ.get(name) or str(default)
-    with contextlib.suppress(ValueError):
-        value = float(text)
-        if 0 < value <= YEAR:
-            return value
-    raise UserError(f"{name}={text[:80]}: must be a number of minutes, above 0, at most {YEAR}")
+def timeout_minutes() -> float:
+    """How long a rank waits for the others in one operation. Raises UserError."""
+    return number("DIST_TIMEOUT_MINUTES", 30, float, positive=True, at_most=YEAR)
 
 
 def usable_cores() -> list[int]:

@@ -1,6 +1,8 @@
-"""What is shown: counts, what a library says, differences, the progress of slow work, commands."""
+"""Numbers that are read, and what is shown: counts, what a library says, differences, the progress
+of slow work, commands."""
 
 import contextlib
+import math
 import os
 import shlex
 import shutil
@@ -14,7 +16,35 @@ from llm_demo.core.errors import UserError
 from llm_demo.machine.files import ROOT
 
 STOPPED = 75  # exit code of a run that was asked to stop and has saved (sysexits' EX_TEMPFAIL)
+# upper bounds of numbers without another one
+MAX_INT, MAX_REAL = 2**31 - 1, 10**9
 DELAY = 2  # seconds of work before a bar is shown
+
+
+def number_in(
+    text: str,
+    kind: type,
+    at_least: float = 0,
+    at_most: float | None = None,
+    positive: bool = False,
+) -> float:
+    """The int or float that a text means. Raises ValueError, which says what it must be."""
+    try:
+        value = kind(text)
+    except ValueError:
+        words = "must be a whole number" if kind is int else "must be a number"
+        raise ValueError(words) from None
+    if at_most is None:
+        at_most = MAX_INT if kind is int else MAX_REAL
+    if not abs(value) < math.inf:
+        raise ValueError("must be a finite number")
+    if positive and value <= 0:
+        raise ValueError("must be positive")
+    if value < at_least:
+        raise ValueError(f"must be at least {at_least}" if at_least else "must not be negative")
+    if value > at_most:
+        raise ValueError(f"must be at most {at_most:,}")
+    return value
 
 
 def counted(n: int, one: str, many: str | None = None) -> str:
