@@ -137,7 +137,7 @@ def test_the_table_of_runs_and_the_settings_that_differ(two):
         "status": ["finished, 12 steps"] * 2, "held-out loss": ["6.0000", "–"],
         "best held-out loss": ["6.0000", "–"],
         "held-out answers exact": ["0.0% → 75.0%", "–"], "notes": ["–", "–"],
-        "tokens per second": ["1.01k", "1.01k"], "peak memory": ["1.5 / 2.5 GiB"] * 2,
+        "tokens per second": ["1.01k", "1.01k (1.00 x A)"], "peak memory": ["1.5 / 2.5 GiB"] * 2,
         "step": ["100.0 ms", "150.0 ms"], "MFU": ["40 %"] * 2, "duration": ["0:02:05"] * 2,
         "seen": ["1.2k tokens, 720 learnt", "1.2k tokens, 1.08k learnt"],
         "skipped": ["0 of 12 logged steps", "1 of 12 logged steps"],
