@@ -36,19 +36,6 @@ OF_RUNS = [
     (ROOT / f"llm_demo/run/{name}.py").read_text()
     for name in ("folder", "log", "records", "job", "saver")
 ]
-FILES_OF_A_RUN = {
-    "config.json", "env.json", "cmd.sh", "train.log", "metrics.jsonl", "summary.json",
-}  # fmt: skip
-FILES_OF_A_CHECKPOINT = {"trainer.json", "manifest.json"}
-OTHER_FILES = {  # of profiles, caches, exports, models, llama.cpp
-    "crc32.json",
-    "profile.txt", "meta.json", "adapter_config.json", "generation_config.json", "tokenizer.json",
-    "tokenizer_config.json", "convert_hf_to_gguf.py",
-}  # fmt: skip
-A_USERS_OWN = {
-    "my.jsonl", "x.jsonl", "x.heldout.jsonl", "test.jsonl", "alpaca.json", "my.json",
-    "gsm8k/train.jsonl", "gsm8k/test.jsonl", "runs/mine/cmd.sh",
-}  # fmt: skip
 TEXTS = {".py", ".sh", ".yaml"}
 NOT_OURS = {"NCCL", "GLOO", "HSA", "OMP", "PYTORCH", "TORCHINDUCTOR", "PR"}  # first words of names
 FOREIGN_FLAGS = {
@@ -140,17 +127,14 @@ def test_every_variable_named_is_read_somewhere():
 
 
 def test_every_path_named_exists():
+    """Of those that begin with one of our folders."""
     text = re.sub(r"\]\(\S+?\)", "]", TEXT)  # links have a test of their own
     words = {w.removeprefix("…/").rstrip("./") for w in re.findall(r"[\w.…/-]+", text)}
-    folders = (
-        "fsdp/", "pp/", "zero/", "fsdp_pp/", "llm_demo/", "data/", "models/", "tests/", "bench/",
-        ".ci/", "cluster/",
-    )  # fmt: skip
-    paths = {w for w in words if re.search(r"\w\.(py|sh|jsonl?|md|txt|toml|log)$", w)}
-    paths |= {w for w in words if w.startswith(folders) and not re.match(r"data/\w+$", w)}
+    folders = (*SCRIPTS, "llm_demo", "data", "models", "tests", "bench", ".ci", "cluster")
+    paths = {w for w in words if w.startswith(tuple(f"{folder}/" for folder in folders))}
     assert len(paths) > 40
-    known = FILES_OF_A_RUN | FILES_OF_A_CHECKPOINT | OTHER_FILES | A_USERS_OWN
-    missing = {p for p in paths - known if not (ROOT / p).exists() and not p.endswith("flags.md")}
+    users = re.compile(r"data/\w+$|.*/cmd.sh$")
+    missing = {p for p in paths if not (ROOT / p).exists() and not users.match(p)}
     assert not missing
 
 
