@@ -26,7 +26,7 @@ from llm_demo.model.export_files import (
 from llm_demo.model.families import family_of
 from llm_demo.model.low_bits import fp8_config
 from llm_demo.model.model_folder import describe
-from llm_demo.model.source import TOKENIZERS, find_model, load_tokenizer
+from llm_demo.model.source import find_model, load_tokenizer
 from llm_demo.model.weights_files import (
     QUANTISED,
     Weights,
@@ -83,7 +83,11 @@ def export(
     Raises UserError if `out` is not empty."""
     refuse_used(out)
     model = checkpoint.parent.parent / "model"
-    refuse_incomplete(model)
+    if not (model / "config.json").is_file():
+        raise UserError(
+            f"{model}/config.json is missing: resume the run in {model.parent}, which writes it "
+            "again (its command with --resume auto)"
+        )
     lora = checked_facts(checkpoint).get("adapters")
     if not lora and (merge or base):
         raise UserError(f"--{'merge' if merge else 'base'}: {checkpoint} holds no adapters")
@@ -128,16 +132,6 @@ def export(
     what = "weights" if whole else "adapters"
     line = f"exported {checkpoint} to {out}: {n_bytes / 1e6:,.0f} MB of {what} in {dtype}"
     return "\n".join([line, *notes])
-
-
-def refuse_incomplete(model: Path) -> None:
-    """Raise UserError if a run's model/ lacks what an export needs."""
-    for names in (["config.json"], TOKENIZERS):
-        if not any((model / name).is_file() for name in names):
-            raise UserError(
-                f"{model}/{names[0]} is missing: resume the run in {model.parent}, which writes it "
-                "again (its command with --resume auto)"
-            )
 
 
 def find_base(checkpoint: Path, lora: dict, base: str | None) -> tuple[dict, Weights]:

@@ -80,20 +80,7 @@ class Saver:
             start = (self.adapters or {}).get("start")
             if start:
                 log.say(f"resume: adapters continue from the checkpoint, not from {start['path']}")
-            self._compare_models()
             self._compare()
-
-    def _compare_models(self) -> None:
-        """Raise UserError if the checkpoint's model has another configuration. Only entries that
-        both have are compared: another version of transformers may have more."""
-        before = {k: v for k, v in self.facts.get("model", {}).items() if k in self.model}
-        changes = differences(before, {k: self.model[k] for k in before})
-        if not changes:
-            return
-        text = f"{self.path}: the model's configuration has changed: {'; '.join(changes)}"
-        if self.adapters:
-            raise UserError(f"{text}; adapters belong to the model that they were trained on")
-        self._refuse(text)
 
     def _refuse(self, text: str, advice: str = "") -> None:
         """Raise UserError, or only log the difference with --resume_anyway."""
@@ -102,7 +89,14 @@ class Saver:
         self.log.say(f"resume: {text}; continuing because of --resume_anyway")
 
     def _compare(self) -> None:
-        """Raise UserError if the checkpoint is of different rows; log settings that differ."""
+        """Raise UserError if the checkpoint is of another configuration or of different rows; log
+        settings that differ."""
+        # only entries that both have: another version of transformers may have more
+        before = {k: v for k, v in self.facts.get("model", {}).items() if k in self.model}
+        changes = differences(before, {k: self.model[k] for k in before})
+        if changes:
+            text = f"{self.path}: the model's configuration has changed: {'; '.join(changes)}"
+            self._refuse(text)
         # "reading": counts that the checksum of tokens and labels has replaced
         before = {k: v for k, v in self.facts.get("identity", {}).items() if k != "reading"}
         changes = differences(before, self.identity)
@@ -371,8 +365,7 @@ def rng_state(world: World) -> dict[str, torch.Tensor]:
 def load_rng(path: Path, world: World) -> None:
     """Restore the generators, if the checkpoint has states for this rank."""
     saved = checkpoint_files.read_metadata(path).state_dict_metadata
-    state = {n: t for n, t in rng_state(world).items() if n in saved and saved[n].size == t.shape}
+    state = {name: t for name, t in rng_state(world).items() if name in saved}
     checkpoint_files.read_tensors(path, state)
-    with contextlib.suppress(RuntimeError):  # from another kind of device
-        for name, t in state.items():
-            (torch.cuda if "cuda" in name else torch).set_rng_state(t)
+    for name, t in state.items():
+        (torch.cuda if "cuda" in name else torch).set_rng_state(t)
