@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
-from conftest import ROOT, TINY, python, run, torchrun
+from conftest import ROOT, TINY, python, run
 from safetensors.torch import load_file
 from test_checkpoint import WORLD
 from test_parity import MODELS
@@ -317,38 +317,6 @@ def test_positions_of_yarn(tmp_path):
             continue
         with pytest.raises(UserError, match=f"has positions up to {limit}"):
             load_config(tmp_path, limit + 1)
-
-
-LONG = """
-import time, torch
-from pathlib import Path
-from types import SimpleNamespace
-from llm_demo.machine import dist
-from llm_demo.run import export_run
-from llm_demo.run import job as run
-
-def export(checkpoint, out, dtype):
-    time.sleep(3.5)
-    return "exported"
-
-def main():
-    world = dist.start()
-    log = SimpleNamespace(folder=Path("nowhere"), say=lambda text: print(f"{world.rank} {text}"))
-    export_run.export = export
-    job = SimpleNamespace(args=SimpleNamespace(export="bf16"), world=world, log=log)
-    run.export_last(job, Path("step_00000001"))
-    total = torch.ones(1)
-    torch.distributed.all_reduce(total)
-    print(f"sum {total.item()}\\n", end="", flush=True)  # one write: both ranks print
-
-dist.run(main)
-"""
-
-
-def test_ranks_wait_for_an_export_that_takes_longer_than_one_operation_may(tmp_path):
-    (tmp_path / "long.py").write_text(LONG)
-    done = torchrun(2, tmp_path / "long.py", DIST_TIMEOUT_MINUTES="0.04")
-    assert "0 exported" in done.stdout and done.stdout.count("sum 2.0") == 2
 
 
 def test_a_loss_measured_after_the_checkpoint_is_on_the_card(tmp_path):

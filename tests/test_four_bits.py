@@ -217,7 +217,7 @@ def test_the_values_of_a_gpu():
 
 def same_as_the_library(device):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for shape in ((96, 320), (40, 64), (130, 4096)):  # with two rows to a program, and many
+        for shape in ((96, 320), (40, 64), (10, 4096)):  # with two rows to a program, and many
             numbers, state = quantise(torch.randn(shape).to(device))
             bits, state.dtype = pack(numbers, state.absmax, shape), dtype
             apart = torch.cat([bits.new_zeros(2), bits.flatten()])[2:].view(bits.shape)

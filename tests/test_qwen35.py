@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import test_lora as lora
 import torch
-from conftest import ROOT, ZERO, args_with, logged, run, slow, train_cases
+from conftest import ROOT, ZERO, args_with, run, slow
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_attention import CPU, H100
@@ -330,19 +330,6 @@ def test_exports_have_the_trainers_loss(work, tmp_path):
     kinds = {n: t.dtype for n, t in load_file(tmp_path / "bf16/model.safetensors").items()}
     assert kinds["model.layers.0.linear_attn.A_log"] == torch.float32
     assert kinds["model.layers.0.linear_attn.conv1d.weight"] == torch.bfloat16
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_in_another_script(work, tmp_path):
-    folder, expected = work
-    flags = [f for f in argv(folder, "untied", 2, 2) if f != "--no_save"]
-    first = [*flags, "--save_every", "2", "--keep_last", "0"]
-    train_cases(tmp_path, "fsdp", 2, {"first": first})
-    resume = ["--resume", tmp_path / "first/checkpoints/step_00000002"]
-    for kind, more in (("pp", ["--grad_accum_steps", "4"]), ("zero", ZERO["zero2"])):
-        train_cases(tmp_path, kind, 2, {kind: [*flags, *more, *resume]})
-        losses = [record["train/loss"] for record in logged(tmp_path / kind)]
-        assert losses == pytest.approx(expected["untied"]["loss"][2:], rel=1e-5)
 
 
 # ---------------------------------------------------------------- what is refused
