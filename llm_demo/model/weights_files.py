@@ -327,11 +327,6 @@ def identity_of(
 QUANTISED = ("bits", "values")  # of an identity: how the weights were used
 
 
-def same_base(a: dict, b: dict) -> bool:
-    """Whether two identities are of the same weights, wherever they lie."""
-    return a | {"path": ""} == b | {"path": ""}
-
-
 def base_digest(base: dict) -> str:
     """A digest of an identity, wherever its weights lie and in however many bits they were used."""
     return hash_of({k: v for k, v in base.items() if k not in QUANTISED} | {"path": ""})[:16]

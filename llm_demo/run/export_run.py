@@ -28,12 +28,11 @@ from llm_demo.model.low_bits import fp8_config
 from llm_demo.model.model_folder import describe
 from llm_demo.model.source import find_model, load_tokenizer
 from llm_demo.model.weights_files import (
-    QUANTISED,
     Weights,
+    base_digest,
     identity_of,
     in_files,
     open_weights,
-    same_base,
 )
 from llm_demo.run.checkpoint_files import checked_facts, compare_shapes, read_tensors, weights_of
 from llm_demo.run.folder import object_in
@@ -147,10 +146,9 @@ def find_base(checkpoint: Path, lora: dict, base: str | None) -> tuple[dict, Wei
     weights = open_weights(folder)
     if weights is None:
         raise UserError(f"{folder}, the adapters' base, has no weights")
-    before = {k: v for k, v in lora["base"].items() if k not in QUANTISED}
     now = identity_of(name, folder, weights)
-    if not same_base(now, before):
-        changes = "; ".join(differences(before, now))
+    if base_digest(now) != base_digest(lora["base"]):
+        changes = "; ".join(differences(lora["base"], now))
         raise UserError(f"{checkpoint} holds adapters of another base than {folder}: {changes}")
     return {**lora, "base": now}, weights
 
