@@ -294,12 +294,6 @@ def test_a_child_ends_with_its_parent(how):
     wait_for(lambda: not running([child]), seconds=5)
 
 
-def test_a_child_whose_parent_has_gone_does_not_begin(monkeypatch):
-    monkeypatch.setenv("LLM_DEMO_PARENT", "1")
-    done = subprocess.run([sys.executable, "-c", "import llm_demo; print('began')"], cwd=ROOT)
-    assert done.returncode == 128 + signal.SIGKILL
-
-
 @pytest.mark.parametrize(
     "encoding, errors, text, said",
     [
@@ -359,9 +353,6 @@ def test_what_is_printed_holds_no_login(tmp_path, monkeypatch):
     done = run([sys.executable, "-m", "llm_demo.launch", *flags], NPROC_PER_NODE="1")
     assert done.returncode == 0 and "hunter" not in done.stdout + done.stderr, done.stderr
     assert "--input_key https://***@host/rows" in done.stdout.replace("'", "")
-    done = run([sys.executable, "-m", "llm_demo.check", "--json", "--output_dir", address])
-    assert done.returncode == 2 and "https://***@host/rows" in done.stderr, done.stderr
-    assert "hunter" not in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

@@ -111,14 +111,11 @@ def test_chat_has_the_system_prompt_that_all_rows_have(folder, tmp_path):
     for system in ("You are 'kind'.\nBe brief.", "-x"):
         args = chat.make_parser().parse_args(words(said(folder, system=system)["chat"]))
         assert (args.model, args.system) == ("my run", system)
-    rows = [{"system": s, "instruction": "hi", "output": "yo"} for s in ("a", "a", "b", "", "a")]
-    found = []
-    for count in (2, 3, 5):
-        write(tmp_path / "x.jsonl", *rows[:count])
-        found.append(packs_of(str(tmp_path / "x.jsonl"), make_tokenizer()).documents.stats.systems)
-    write(tmp_path / "x.jsonl", {"instruction": "hi", "output": "yo"})
-    found.append(packs_of(str(tmp_path / "x.jsonl"), make_tokenizer()).documents.stats.systems)
-    assert found == [["a"], ["a", "b"], ["a", "b"], [""]]
+    rows = [{"system": s, "instruction": "hi", "output": "yo"} for s in ("a", "a", "b", "")]
+    for begin, end, systems in ((0, 2, ["a"]), (0, 4, ["a", "b"]), (3, 4, [""])):
+        write(tmp_path / "x.jsonl", *rows[begin:end])
+        packs = packs_of(str(tmp_path / "x.jsonl"), make_tokenizer())
+        assert packs.documents.stats.systems == systems
 
 
 def test_a_run_that_went_on_is_exported_again_beside_the_earlier_export(folder):

@@ -1,7 +1,6 @@
 """The numbers of a step, which a device copies to the host while the host goes on."""
 
 import dataclasses
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -167,22 +166,6 @@ def test_a_line_fits_the_terminal(on_terminal, monkeypatch):
     assert lines[200] == " | ".join(fields)
     assert lines[150] == lines[200].replace(" (12.3k labels)", "")
     assert "lr 2.0e-05" in lines[110] and "gnorm" not in lines[110]
-
-
-def test_every_line_of_a_run_has_the_same_columns(on_terminal, monkeypatch):
-    """Those for which the first line had room, with the last step's number."""
-    on_terminal()
-    monkeypatch.setenv("COLUMNS", "71")
-    timer, records, _, said = a_run(1000)
-    records.log.say = lambda text, shown=None: said.append(shown or text)
-    for step in (1, 2):
-        add(timer, records, step)
-    monkeypatch.setenv("COLUMNS", "200")  # the window is made wider
-    add(timer, records, 3)
-    records.flush()
-    names = [re.sub(r"[\d.:-]+", "0", line) for line in said if line.startswith("step")]
-    assert len(names) == 3 and len({*names}) == 1
-    assert "mem" in names[0] and "labels" not in names[0] and "comm" not in names[0]
 
 
 def test_a_step_is_logged_before_its_evaluation():

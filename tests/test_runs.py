@@ -236,27 +236,6 @@ def test_lines_without_a_record_stop_no_resume(train, capsys, record_property):
     assert json.loads((out / "summary.json").read_text())["skipped_steps"] == 1
 
 
-def test_a_run_without_its_records_ends(train, capsys):
-    """Its last step is done, and summary.json is missing."""
-    out = train("fsdp", "--max_steps 1")
-    (out / "summary.json").unlink()
-    (out / "metrics.jsonl").unlink()
-    train("fsdp", "--max_steps 1 --resume auto")
-    assert "no summary.json: metrics.jsonl holds no step" in capsys.readouterr().out
-
-
-def test_who_resumes_on_other_data_is_told_the_clean_way(train, tmp_path):
-    train("fsdp", "--max_steps 1")
-    (tmp_path / "new.jsonl").write_text('{"prompt": "Who?", "completion": "It is I."}\n' * 40)
-    with pytest.raises(UserError, match="content of data file 1 was .*, is ") as raised:
-        train("fsdp", "--max_steps 2 --resume out --output_dir again --train_json new.jsonl")
-    step = "out/checkpoints/step_00000001"
-    assert (
-        f"to train its model on other data, export it (python -m llm_demo.export {step} OUT) and "
-        "start a new run with --model_name_or_path OUT; to continue anyway, add --resume_anyway"
-    ) in str(raised.value)
-
-
 def test_a_checkpoint_beyond_the_last_step_is_said_and_costs_nothing(train, capsys):
     out = train("fsdp", "--max_steps 3")
     (out / "summary.json").unlink()
@@ -277,15 +256,6 @@ def test_a_moved_runs_command_asks_where_to_go_on(train, tmp_path):
     line = f"error: this run was moved from {out}: add --output_dir {tmp_path}/moved\n"
     assert (done.returncode, done.stderr) == (2, line)
     assert command("moved/cmd.sh", "--output_dir", "moved", "--help").returncode == 0
-
-
-def test_an_export_that_exists_is_left_and_said(train, capsys):
-    flags = "--max_steps 1 --export"
-    out = train("fsdp", f"{flags} bf16")
-    before = contents(out / "hf")
-    train("fsdp", f"{flags} fp32 --resume auto")
-    assert "hf exists already and is left unchanged" in capsys.readouterr().out
-    assert contents(out / "hf") == before
 
 
 def test_overwrite_from_within_the_runs_folder(train, tmp_path, monkeypatch):
@@ -377,19 +347,15 @@ ADDRESSES = {  # name: a value, what is written down of it
 
 
 def test_no_secret_of_a_flag_is_written_down_or_shown(tmp_path):
-    """But in cmd.sh, which has to start the run again."""
+    """But in cmd.sh, which has to start the run again. A run may be of an earlier version."""
     settings = {"deepspeed_config": "https://u:hunter2@h/x", "seq_len": 8, "lr": 0.5}
     run_folder.describe_run(tmp_path, settings, WORLD)
     kept = settings | {"deepspeed_config": "https://***@h/x"}
     assert json.loads((tmp_path / "config.json").read_text()) == kept
-    # of an earlier version
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    before = {"HSA_PWD": "hunter2", "NCCL_URL": "x://a:hunter2@h", "NCCL_DEBUG": "1"}
-    (tmp_path / "env.json").write_text(json.dumps({"environment": before}))
-    run = run_folder.read_run(tmp_path)
-    assert run.config == kept
-    after = {"HSA_PWD": "left out", "NCCL_URL": "x://***@h", "NCCL_DEBUG": "1"}
-    assert run.env == {"environment": after}
+    (tmp_path / "env.json").write_text('{"environment": {"HSA_PWD": "hunter2"}}')
+    found = run_folder.read_run(tmp_path)
+    assert (found.config, found.env) == (kept, {"environment": {"HSA_PWD": "left out"}})
 
 
 def test_runs_of_the_same_second_have_names_of_their_own(tmp_path):
@@ -450,19 +416,6 @@ def test_a_folder_replaced_under_a_run_is_seen(tmp_path):
         assert lock.lost()  # another run's
         lock.close()
         (tmp_path / "away").rename(tmp_path / f"gone {len(away)}")
-
-
-def test_a_checkpoint_that_vanishes_is_one_line(tmp_path):
-    """As a live run's may, where --resume names it."""
-    save(make(tmp_path), 1)
-    checkpoints = make(tmp_path)
-    tensors = {name: torch.zeros_like(t) for name, t in state(0).items()}
-    (checkpoints.path / "__0_0.distcp").unlink()
-    with pytest.raises(UserError, match="step_00000001 can't be read: .*No such file"):
-        checkpoints.load(tensors)
-    shutil.rmtree(checkpoints.path)
-    with pytest.raises(UserError, match="metadata can't be read: No such file"):
-        checkpoints.load(tensors)
 
 
 # ---------------------------------------------------------------- not finite

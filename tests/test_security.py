@@ -23,16 +23,15 @@ from torch.distributed.checkpoint.metadata import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, modeling_utils
 
-from llm_demo import chat, evaluate, fit, report
+from llm_demo import chat, evaluate, fit
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
 from llm_demo.flags.args import names_of
 from llm_demo.model.model_folder import describe_model, find_source, load_model
-from llm_demo.model.source import find_model, load_config, load_tokenizer
+from llm_demo.model.source import load_config, load_tokenizer
 from llm_demo.model.weights_files import open_weights, weights_in
 from llm_demo.run import checkpoint_files, saver
 from llm_demo.run.export_run import card, export, find_base
-from llm_demo.run.folder import choose_folder
 
 WORLD = World(0, 1, 0, torch.device("cpu"))
 pytestmark = pytest.mark.usefixtures("alone")
@@ -179,22 +178,6 @@ def test_no_command_of_the_metadata_is_run(command, where, folder, tmp_path):
     change_metadata(folder, change)
     refused(folder, "metadata is refused: it refers to ", tmp_path / "marker")
     refused(folder, "can't be read: ", tmp_path / "marker", [read_of])
-
-
-def test_nothing_runs_a_runs_command(folder, tmp_path):
-    root = folder.parent.parent
-    (root / "cmd.sh").write_text(f"#!/bin/sh\ntouch {tmp_path}/marker\n")
-    (root / "cmd.sh").chmod(0o755)
-    for file in ("metrics.jsonl", "train.log"):
-        (root / file).write_text("")
-    sign(folder)
-    resume_from(folder)
-    export_of(folder)
-    choose_folder(args_with(output_dir=str(root), resume="auto"), "fsdp")
-    report.main([str(root), "--out", str(tmp_path / "report.html")])
-    with pytest.raises(UserError, match="is the folder of a run, not a model"):
-        find_model(str(root))
-    assert not (tmp_path / "marker").exists()
 
 
 def test_the_crafted_file_runs_under_pytorchs_own_reader(folder, tmp_path):
