@@ -229,8 +229,8 @@ BAD = [
     ("zero", f"--resume {LONG} {NO_DATA}", "n/config.json: File name too long"),
     # data
     *(("fsdp", f"--train_json {name}", said) for name, (_, said) in BAD_DATA.items()),
-    ("fsdp", "--train_json *.txt", "no data file matches"),
-    ("fsdp", "--train_json 'no model'", "no model is a folder without training data"),
+    ("fsdp", "--train_json *.txt", "no data file to train on in"),
+    ("fsdp", "--train_json 'no model'", "no data file to train on in no model"),
     ("fsdp", "--train_json pipe", "no such data file: pipe"),
     ("fsdp", "--eval_json openai/gsm8k", "openai/gsm8k: name the split"),
     ("fsdp", "--data_format messages", "good.jsonl:1.*messages"),

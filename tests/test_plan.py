@@ -232,8 +232,6 @@ def test_passes_over_small_data_have_bounds(tmp_path, alone, capsys):
     alone(*flags, "--micro_batch_size", "4", "--grad_accum_steps", "8")
     said = capsys.readouterr().out
     assert "passes over the data: 10, for about 100 steps (at most 10 passes;" in said
-    steps = int(re.search(r"steps: (\d+) = 10 passes over", said)[1])
-    assert f"steps: only {steps}; a smaller MICRO_BATCH_SIZE or GRAD_ACCUM_STEPS makes" in said
     alone(*flags, "--num_epochs", "1", "--warmup_steps", "3")
     said = capsys.readouterr().out
     assert "num_epochs:" not in said and "3 steps of warm-up" in said

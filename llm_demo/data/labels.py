@@ -224,18 +224,16 @@ def encode(codec: Codec, records: list[Record]) -> list[tuple[Sample | str, Coun
     rendered, results = [], []
     for record in records:
         try:
-            record, text = _render(codec, record)
-            rendered.append((record, text, None))
+            rendered.append(_render(codec, record))
         except NotLearnt as reason:
-            rendered.append((record, "", str(reason)))
-    texts = [text for _, text, _ in rendered]
+            rendered.append((str(reason), ""))
+    texts = [text for _, text in rendered]
     encodings = codec.backend.encode_batch(texts, add_special_tokens=False)
-    for (record, text, skipped), encoding in zip(rendered, encodings, strict=True):
+    for (result, text), encoding in zip(rendered, encodings, strict=True):
         reasons = Counter()
-        result = skipped
-        if not skipped:
+        if isinstance(result, Record):
             try:
-                result = _sample(Rendered(codec, record, text, encoding), reasons)
+                result = _sample(Rendered(codec, result, text, encoding), reasons)
             except NotLearnt as reason:
                 result = str(reason)
         results.append((result, reasons))

@@ -256,12 +256,11 @@ def shares_of_files(train: Rows, weights: list[float]) -> list[str]:
     """Lines on the documents of each file in the first pass of a mixture."""
     documents = train.documents
     in_first_pass = train.row_docs[: train.row_start[train.passes[1]]]
-    file_numbers = documents.file_numbers[in_first_pass]
-    lines = []
-    for n, file in enumerate(documents.stats.files):
-        count = counted(int((file_numbers == n).sum()), "document")
-        lines.append(f"data: {file.path}, weight {weights[n]:g}: {count} in the first pass")
-    return lines
+    counts = np.bincount(documents.file_numbers[in_first_pass], minlength=len(weights))
+    return [
+        f"data: {file.path}, weight {weight:g}: {counted(int(n), 'document')} in the first pass"
+        for file, weight, n in zip(documents.stats.files, weights, counts, strict=True)
+    ]
 
 
 def prompts_of(data: Rows, count: int, most: int) -> list[tuple[list[int], list[int]]]:

@@ -260,10 +260,18 @@ def _question(row: dict, key: str, optional: dict):
 
 
 def _side(value, key: str, role: str, template: str | None) -> list[dict]:
-    """The messages of a prompt or a completion, which is text or a list of turns."""
-    turns = _turns_in(value)
-    if isinstance(turns, list) and turns and not _is_part(turns[0]):
-        return _messages(turns, key, template)
+    """The messages of a prompt or a completion: text, or a list of turns, in tables as JSON."""
+    if isinstance(value, list) and value and not _is_part(value[0]):
+        return _messages(value, key, template)
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        turns = None
+        with contextlib.suppress(UserError):
+            turns = _from_json(value)
+        are_turns = isinstance(turns, list) and all(
+            isinstance(turn, dict) and "role" in turn for turn in turns
+        )
+        if turns and are_turns:
+            return _messages(turns, key, template)
     return [{"role": role, "content": _text_of(value, key)}]
 
 
@@ -498,16 +506,6 @@ def _tools(optional: dict) -> list | None:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise UserError(f"{key!r} must be a list of JSON schemas")
     return tools
-
-
-def _turns_in(value):
-    """The turns of a prompt or completion that is JSON text, as tables have it; else the value."""
-    turns = None
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        with contextlib.suppress(UserError):
-            turns = _from_json(value)
-    found = isinstance(turns, list) and all(isinstance(t, dict) and "role" in t for t in turns)
-    return turns if found else value
 
 
 def _from_json(value):

@@ -70,47 +70,35 @@ def _expand(part: str, split: str | None) -> tuple[list[str], list[str]]:
     """(what one part of a list of sources names, files that are skipped)."""
     if os.path.isfile(part):
         return [part], []
-    if os.path.isdir(part):
-        return _in_folder(part)
+    is_folder = os.path.isdir(part)
     hub = hub_parts(part)
-    if hub:
+    if hub and not is_folder:
         if not (hub[2] or split):
             raise UserError(f"{part}: name the split to read, for example {part}:test")
         return [part if hub[2] else f"{part}:{split}"], []
-    if not glob.has_magic(part):
+    pattern = part
+    if is_folder:
+        if os.path.isfile(f"{part}/dataset_dict.json"):  # save_to_disk of datasets has written it
+            part = os.path.join(part, "train")
+        pattern = os.path.join(glob.escape(part), "*")
+    elif not glob.has_magic(part):
         raise UserError(f"no such data file: {part or '(an empty name)'}")
-    found = [path for path in sorted(glob.glob(part, recursive=True)) if os.path.isfile(path)]
+    found = [path for path in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(path)]
+    held_out = HELD_OUT
+    if is_folder:
+        found = [path for path in found if suffix_of(path) in DATA_FILES]
+        found = [path for path in found if os.path.basename(path) not in NO_DATA]
+        held_out = NOT_FOR_TRAINING
     skipped = []
-    if ".heldout" not in part:
-        skipped = _named(found, HELD_OUT)
+    if is_folder or ".heldout" not in part:
+        skipped = [path for path in found if held_out.search(os.path.basename(path))]
     files = [path for path in found if path not in skipped]
     if not files:
-        raise UserError(f"no data file matches {part}")
-    return files, skipped
-
-
-def _in_folder(folder: str) -> tuple[list[str], list[str]]:
-    """(the data files of a folder, those that are skipped)."""
-    if os.path.isfile(f"{folder}/dataset_dict.json"):  # save_to_disk of datasets has written it
-        folder = os.path.join(folder, "train")
-    found = [
-        path
-        for path in sorted(glob.glob(os.path.join(glob.escape(folder), "*")))
-        if suffix_of(path) in DATA_FILES and os.path.basename(path) not in NO_DATA
-    ]
-    skipped = _named(found, NOT_FOR_TRAINING)
-    files = [path for path in found if path not in skipped and os.path.isfile(path)]
-    if not files:
         raise UserError(
-            f"{folder} is a folder without training data: name a data file "
-            f"({', '.join(DATA_FILES)}, also with .gz or .zst) or the folder that holds it"
+            f"no data file to train on in {part}: name files ({', '.join(DATA_FILES)}, also with "
+            ".gz or .zst) or the folder that holds them"
         )
     return files, skipped
-
-
-def _named(paths: list[str], names: re.Pattern) -> list[str]:
-    """The paths of files with such a name."""
-    return [path for path in paths if names.search(os.path.basename(path))]
 
 
 def weighted(train_json: str) -> tuple[str, list[float] | None]:

@@ -48,7 +48,6 @@ from llm_demo.run.inputs import Sources, sources_of
 from llm_demo.run.log import Log
 
 ABOUT_STEPS = 100  # what a run takes if no flag sets its length
-FEW_STEPS = 30  # fewer learn little, so smaller steps are proposed
 LONG_ROW = 8192  # tokens of a row above which sample answers have to be asked for
 
 
@@ -126,7 +125,7 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
     )
     rows_of = choose_order(args, horizon, train)
     data = with_max_docs(train, heldout)
-    sample_tokens = log.decided(decide_answers(args.sample_tokens, model.source.config, data))
+    sample_tokens = decide_answers(args.sample_tokens, model.source.config, data)
     config = without_window(model.source.config, data.longest)
     source = model.source._replace(config=config)
     choose = functools.partial(decide_compute, args, device, dtype, config, data.packs())
@@ -366,10 +365,6 @@ def choose_horizon(
         max_steps = math.ceil(n_total / global_batch)
     if max_steps > MAX_STEPS:
         raise UserError(f"--num_epochs {epochs:g} takes {max_steps:,} steps: at most {MAX_STEPS:,}")
-    if is_open and max_steps < FEW_STEPS and global_batch > data_parallel:
-        lines.append(
-            f"steps: only {max_steps}; a smaller MICRO_BATCH_SIZE or GRAD_ACCUM_STEPS makes more"
-        )
     lr = args.lr or usual[0]
     warmup = args.warmup_steps
     if warmup is None:
@@ -414,18 +409,13 @@ def choose_order(args: Args, horizon: Horizon, train: Rows) -> Callable:
 # ---------------------------------------------------------------- answers
 
 
-def decide_answers(asked: int | None, config, data: Data) -> tuple[int, list[str]]:
-    """(the length of sample answers, lines): prompt and answer fit into a sliding window."""
-    tokens, lines, seq_len = asked, [], data.train.seq_len
+def decide_answers(asked: int | None, config, data: Data) -> int:
+    """The length of sample answers, whose prompts they follow within a sliding window. Long rows
+    have none by default: each token takes a forward over all slots."""
+    tokens = asked
     if tokens is None:
-        tokens = 32 if seq_len <= LONG_ROW else 0
-        if not tokens:
-            lines.append(
-                f"answers: none, since each token would take a forward over {seq_len:,} slots; "
-                "--sample_tokens asks for them"
-            )
+        tokens = 32 if data.train.seq_len <= LONG_ROW else 0
     window = window_of(config)
-    if window and seq_len > window and data.longest + tokens > window:
-        tokens = window - data.longest
-        lines.append(f"answers: limited to {tokens} tokens by the sliding window of {window}")
-    return tokens, lines
+    if window and data.train.seq_len > window:
+        tokens = min(tokens, window - data.longest)
+    return tokens
