@@ -56,14 +56,6 @@ def fewest(args, config, compute, train, world) -> tuple[int, str]:
     return n, why
 
 
-def report_of(args, config, compute, train, layout) -> str:
-    """What --estimate prints."""
-    settings = settings_of_copy(
-        args, compute, train, layout.n_shards, layout.sharded, layout.expert_parallel
-    )
-    return memory.report(memory.peaks(sizes_of(config), settings) * layout.replicas, args)
-
-
 TOO_HIGH = 1.25  # by which the formula may be at most
 
 

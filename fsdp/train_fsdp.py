@@ -71,9 +71,16 @@ def main() -> None:
             job, layout.n_shards, layout.sharded, layout.expert_parallel
         )
     if args.estimate:
-        from fsdp.by_memory import report_of
+        from llm_demo.memory import estimated_peaks, report
 
-        job.log.say(report_of(*job.planned(), layout))
+        ranks = estimated_peaks(
+            job,
+            "fsdp",
+            ranks=layout.n_shards,
+            sharded=layout.sharded,
+            expert_parallel=layout.expert_parallel,
+        )
+        job.log.say(report(ranks * layout.replicas, args))
         return
     if layout.replicas > 1:
         from fsdp.by_memory import refuse_replicas

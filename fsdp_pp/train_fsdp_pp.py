@@ -78,7 +78,11 @@ def main() -> None:
     if args.reshard_after_forward and layout.n_shards == 1:
         job.log.say("warning: --reshard_after_forward has no effect: no stage is sharded")
     if args.estimate:
-        job.log.say(estimate(job, layout, counts))
+        from llm_demo.memory import estimated_peaks, report
+
+        n_shards = layout.n_shards
+        ranks = estimated_peaks(job, "fsdp_pp", ranks=n_shards, sharded=n_shards > 1, counts=counts)
+        job.log.say(report(ranks, args))
     elif job.open():
         run(job, ShardedPipeline(job, layout, counts))
 
@@ -93,24 +97,6 @@ def name_of(args: Args, layout: StageLayout) -> str:
     if layout.experts:
         name += f", experts spread over {args.expert_parallel}"
     return name
-
-
-def estimate(job: Job, layout: StageLayout, counts: list[int]) -> str:
-    """What --estimate prints."""
-    from llm_demo.memory import peaks, report, settings_of
-    from llm_demo.model.costs import sizes_of
-
-    args, config, compute, train = job.planned()
-    settings = settings_of(
-        "fsdp_pp",
-        args,
-        compute,
-        train,
-        ranks=layout.n_shards,
-        sharded=layout.n_shards > 1,
-        counts=counts,
-    )
-    return report(peaks(sizes_of(config), settings), args)
 
 
 class ShardedPipeline:

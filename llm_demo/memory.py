@@ -26,6 +26,7 @@ from llm_demo.model.costs import (
     Cost,
     Sizes,
     on_a_rank,
+    sizes_of,
     state_bytes,
     unit_of,
 )
@@ -131,6 +132,12 @@ def settings_of(engine: str, args, compute, train, ranks: int, **layout) -> Sett
         "keys": keys_kept(compute, train),
     }
     return Settings(**given | of_run | layout)
+
+
+def estimated_peaks(job, engine: str, ranks: int, **layout) -> list["Peak"]:
+    """Of each rank of a run.Job. engine, ranks, layout: as of settings_of."""
+    args, config, compute, train = job.planned()
+    return peaks(sizes_of(config), settings_of(engine, args, compute, train, ranks, **layout))
 
 
 def keys_kept(compute, train) -> float:

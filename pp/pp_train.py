@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from llm_demo import memory
 from llm_demo.core.decoder import materialise
 from llm_demo.core.optim import make_adamw, set_lr
 from llm_demo.core.rows import (
@@ -59,37 +60,21 @@ def main() -> None:
     job = Job(args, world, "pp")
     job.log.resolved(parallelism=f"pipeline of {counted(args.stages, 'stage')}")
     counts = plan_and_cut(job, replicas, where, refuse_experts)
-    if args.estimate:
-        from llm_demo.memory import report
-
-        job.log.say(report(stage_peaks(job, switches, counts, replicas), args))
-    elif job.open(copies=replicas > 1):
-        if replicas > 1:  # one does without copies where they don't fit
-            from llm_demo.memory import check_host
-
-            ranks = stage_peaks(job, switches, counts, replicas)
-            advice = "use fewer replicas, more nodes or a smaller model"
-            check_host(ranks, args, world, say=job.log.say, advice=advice)
-        run(job, Pipeline(job, switches, counts))
-
-
-def stage_peaks(job: Job, switches: dict, counts: list[int], replicas: int) -> list:
-    """The estimated peak memory of each stage, see memory.peaks."""
-    from llm_demo.memory import peaks, settings_of
-    from llm_demo.model.costs import sizes_of
-
-    args, config, compute, train = job.planned()
-    settings = settings_of(
+    ranks = memory.estimated_peaks(
+        job,
         "pp",
-        args,
-        compute,
-        train,
         ranks=replicas,
         counts=counts,
         zero=switches.get("zero_optimization", {}),
         copies=replicas > 1 and bool(args.save or args.resume),
     )
-    return peaks(sizes_of(config), settings)
+    if args.estimate:
+        job.log.say(memory.report(ranks, args))
+    elif job.open(copies=replicas > 1):
+        if replicas > 1:  # one does without copies where they don't fit
+            advice = "use fewer replicas, more nodes or a smaller model"
+            memory.check_host(ranks, args, world, say=job.log.say, advice=advice)
+        run(job, Pipeline(job, switches, counts))
 
 
 class Pipeline:

@@ -31,7 +31,7 @@ from llm_demo.machine.dist import run as run_script
 from llm_demo.machine.dist import start
 from llm_demo.machine.text import counted
 from llm_demo.model.check_config import refuse_experts
-from llm_demo.model.costs import param_count, sizes_of, unit_sizes
+from llm_demo.model.costs import param_count, unit_sizes
 from llm_demo.model.weights_files import loading
 from llm_demo.run.choices import compiles_adamw, decoder_of
 from llm_demo.run.job import Job, run
@@ -49,28 +49,19 @@ def main() -> None:
     job.log.resolved(parallelism=ds_engine.zero_name(switches), comm_timer=args.comm_timer)
     job.decide(world.size, refuse_experts)
     settings = ds_engine.zero_config(switches, args, job.plan.compute)
-    ranks = rank_peaks(job, settings["zero_optimization"])
+    ranks = memory.estimated_peaks(
+        job,
+        "zero",
+        ranks=world.size,
+        zero=settings["zero_optimization"],
+        copies=bool(args.save or args.resume),
+    )
     if args.estimate:
         job.log.say(memory.report(ranks, args))
     elif job.open(copies=True):
         advice = "use more nodes, a smaller model, or fsdp/, which needs less"
         memory.check_host(ranks, args, world, say=job.log.say, advice=advice)
         run(job, Zero(job, settings))
-
-
-def rank_peaks(job: Job, zero: dict) -> list:
-    """The estimated peak memory, see memory.peaks. zero: DeepSpeed's settings of ZeRO."""
-    args, config, compute, train = job.planned()
-    settings = memory.settings_of(
-        "zero",
-        args,
-        compute,
-        train,
-        ranks=job.world.size,
-        zero=zero,
-        copies=bool(args.save or args.resume),
-    )
-    return memory.peaks(sizes_of(config), settings)
 
 
 class Zero:
