@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -79,6 +80,13 @@ def largest(t: Tensor) -> Tensor:
     return t.abs().max()
 
 
+def with_gradients(function: Callable, inputs: list[Tensor], up: Tensor) -> list[Tensor]:
+    """[function(*inputs), the gradient of each input] for the gradient `up` of the result."""
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, up.to(out.dtype))]
+
+
 def errors_of(
     found: list[Tensor], expected: list[Tensor], inputs: list[str], size=torch.linalg.vector_norm
 ) -> dict[str, float]:
@@ -123,10 +131,9 @@ def attention_errors(
     up = torch.randn(B, S, H, E, device=device).to(dtype)
 
     def run(backend, cast, name):
-        qkv = [x.detach().to(cast).requires_grad_() for x in leaves]
         documents = make_documents(cu, (B, S), name, torch.device(device), long=120)
-        out = BACKENDS[backend](*qkv, documents, D**-0.5)
-        return [out, *torch.autograd.grad(out, qkv, up.to(cast))]
+        attend = partial(BACKENDS[backend], documents=documents, scaling=D**-0.5)
+        return with_gradients(attend, [x.to(cast) for x in leaves], up)
 
     if fused:
         # with full rows, bucketed is sdpa without its own list of kernels
@@ -163,11 +170,15 @@ def experts(dtype: str, device: str = "cuda") -> str | None:
     torch.manual_seed(0)
     x, weight = torch.randn(96, 64, device=device), torch.randn(4, 128, 64, device=device)
     ends = torch.tensor([40, 40, 41, 96], dtype=torch.int32, device=device)
+    inputs = [t.to(DTYPES[dtype]) for t in (x, weight)]
+    up = torch.randn(96, 128, device=device)
     results = {}
     for name, product in PRODUCTS.items():
-        leaves = [t.to(DTYPES[dtype]).requires_grad_() for t in (x, weight)]
-        y = product(leaves[0], leaves[1].mT, ends)
-        results[name] = [y, *torch.autograd.grad(y.float().square().sum(), leaves)]
+
+        def multiply(x, weight, product=product):
+            return product(x, weight.mT, ends)
+
+        results[name] = with_gradients(multiply, inputs, up)
     errors = errors_of(results["grouped"], results["looped"], ["rows", "weights"])
     return fault_of(errors, EXPERTS_BOUND)
 
@@ -240,14 +251,8 @@ def fp8(recipe: str) -> str | None:
     torch.manual_seed(0)
     x, w, up = (torch.randn(n).bfloat16() for n in ((2, 128, 384), (512, 384), (2, 128, 512)))
     product = partial(linear, recipe=recipe)
-
-    def run(function, device):
-        leaves = [t.to(device).requires_grad_() for t in (x, w)]
-        out = function(*leaves)
-        return [out, *torch.autograd.grad(out, leaves, up.to(device))]
-
-    expected = run(product, "cpu")
-    found = run(torch.compile(product), "cuda")
+    expected = with_gradients(product, [x, w], up)
+    found = with_gradients(torch.compile(product), [x.cuda(), w.cuda()], up.cuda())
     return fault_of(errors_of(found, expected, ["inputs", "weights"]), EMULATED_BOUND)
 
 
@@ -290,14 +295,10 @@ def delta(rule: str, dtype: str, *heads: str, device: str = "cuda") -> str | Non
     tensors.insert(3, -strength * draw(values).abs())  # the decay's logarithm is in fp32
     up = draw(values, wide).to(DTYPES[dtype])
 
-    def run(name, inputs, up):
-        leaves = [t.detach().requires_grad_() for t in inputs]
-        documents = make_documents(cu, (B, S), "bucketed", up.device)
-        out = rule_of(name)(*leaves, documents)
-        return [out.detach(), *torch.autograd.grad(out, leaves, up.to(out.dtype))]
-
-    found = run(rule, tensors, up)
-    expected = run("chunked", [t.float() for t in tensors], up.float())
+    documents = make_documents(cu, (B, S), "bucketed", up.device)
+    found = with_gradients(lambda *t: rule_of(rule)(*t, documents), tensors, up)
+    exact = [t.float() for t in tensors]
+    expected = with_gradients(lambda *t: rule_of("chunked")(*t, documents), exact, up)
     errors = errors_of(found, expected, ["q", "k", "v", "decay", "beta"])
     return fault_of(errors, DELTA_BOUNDS[dtype])
 
