@@ -43,8 +43,6 @@ def check(args) -> None:
     source = args.source
     if not source.is_dir():
         raise UserError(f"{source}: no such folder")
-    if source.name == "checkpoints" and not (source / "checkpoints").exists():
-        raise UserError(f"{source} holds a run's checkpoints: name the run, {source.parent}")
     refuse_used(args.out)
 
 

@@ -4,7 +4,6 @@ medians.
 args: the flags. PyTorch is imported only to describe a run, since the report does not need it."""
 
 import contextlib
-import glob
 import json
 import math
 import os
@@ -161,17 +160,13 @@ def _refuse_links(folder: Path) -> None:
 
 
 def _refuse_inputs_in(folder: Path, args) -> None:
-    """Raise UserError if --overwrite would delete what this run reads."""
+    """Raise UserError if --overwrite might delete what this run reads."""
     folder = folder.resolve()
     for flag in tagged(args, "input"):
         for name in filter(None, (getattr(args, flag) or "").split(",")):
-            path = os.path.expanduser(name.strip())
-            paths = (path, path.rpartition("*")[0] or path)  # it may have a weight
-            for file in (Path(p) for p in paths for p in glob.glob(p, recursive=True) or [p]):
-                if file.exists() and folder in (file.resolve(), *file.resolve().parents):
-                    raise UserError(
-                        f"--overwrite would delete --{flag} {name}: choose another folder"
-                    )
+            path = Path(os.path.expanduser(name.strip())).resolve()  # it may have a * or a weight
+            if folder in (path, *path.parents):
+                raise UserError(f"--overwrite would delete --{flag} {name}: choose another folder")
 
 
 def last_checkpoint(folder: Path) -> str:

@@ -42,8 +42,7 @@ class History:
         """Continue from a checkpoint's facts."""
         self.first_step = self.step = facts["step"]
         self.tokens, self.label_tokens = facts["tokens"], facts["label_tokens"]
-        self.evals = [tuple(pair) for pair in facts["evals"]]
-        self.exact = [tuple(pair) for pair in facts["exact"]]
+        self.evals, self.exact = facts["evals"], facts["exact"]
 
     def facts(self, step: int) -> dict:
         """What a checkpoint of this step keeps, to resume and to find the best one."""
