@@ -13,6 +13,7 @@ from packaging.version import Version
 from llm_demo.core.errors import UserError
 from llm_demo.machine.files import DECODER
 from llm_demo.machine.process import regular
+from llm_demo.machine.text import blame
 
 OLDEST, TESTED = "0.19.3", "0.19.8"
 COMMS_LOGGER = {"enabled", "verbose", "prof_all", "prof_ops", "debug"}  # its switches
@@ -49,10 +50,8 @@ def allowed_switches(path: str, plain: dict[str, type], zero: set[str]) -> dict:
     """The user's engine switches, as DeepSpeed reads them. plain: those allowed, and their types;
     zero: those allowed in zero_optimization. Other switches could train other numbers than the run
     reports, so they are refused, as are values of the wrong type: raises UserError."""
-    try:
+    with blame(f"--deepspeed_config {path}"):
         switches = DECODER.decode(regular(Path(path)).read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as e:
-        raise UserError(f"--deepspeed_config {path}: {e}") from None
     groups = {
         "zero_optimization": (zero, DeepSpeedZeroConfig),
         "comms_logger": (COMMS_LOGGER, CommsLoggerConfig),
@@ -63,7 +62,10 @@ def allowed_switches(path: str, plain: dict[str, type], zero: set[str]) -> dict:
         if name in groups:
             allowed, config_type = groups[name]
             check_names(where, value, allowed)
-            switches[name] = as_read(where, value, config_type)
+            with blame(where):  # as DeepSpeed's own pydantic model reads them, "1000" as 1000
+                config = config_type(**value)
+            read = config.model_dump(mode="json", by_alias=True, exclude_unset=True)
+            switches[name] = {key: read[key] for key in value}
         elif type(value) is not plain[name]:
             raise UserError(f"{where} must be of type {plain[name].__name__}")
     if switches.get("zero_optimization", {}).get("overlap_comm"):
@@ -84,17 +86,6 @@ def check_names(where: str, values, allowed: set[str]) -> None:
             f"{where}: {', '.join(sorted(unknown))}: only these switches keep the numbers of the "
             f"flags: {', '.join(sorted(allowed))}"
         )
-
-
-def as_read(where: str, values: dict, config_type: type) -> dict:
-    """Values as DeepSpeed's own pydantic model reads them, "1000" as 1000. Raises UserError."""
-    try:
-        config = config_type(**values)
-    except ValueError as e:  # pydantic's, of many lines
-        error = e.errors()[0]
-        raise UserError(f"{where}.{'.'.join(map(str, error['loc']))}: {error['msg']}") from None
-    read = config.model_dump(mode="json", by_alias=True, exclude_unset=True)
-    return {name: read[name] for name in values}
 
 
 def shared_config(switches: dict, args, dtype: torch.dtype) -> dict:
