@@ -32,6 +32,7 @@ from llm_demo.model.positions import position_limit
 from llm_demo.model.weights_files import open_weights
 
 MOST_BLOCKS = 1 << 12
+MOST_NUMBERS = 1 << 40  # of a weight
 # Without any of them transformers creates an empty tokenizer from config.json.
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -120,11 +121,16 @@ def text_part(config):
 
 def on_meta(config):
     """transformers' model of a configuration, without memory. Its attention is eager: the
-    configuration may name flash attention that is not installed, or a kernel to download."""
+    configuration may name flash attention that is not installed, or a kernel to download. Raises
+    ValueError for a weight of no or absurdly many numbers."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
+        model = AutoModelForCausalLM.from_config(
             copy.deepcopy(config), attn_implementation="eager", trust_remote_code=False
         )
+    for name, p in model.named_parameters():
+        if not 0 < p.numel() < MOST_NUMBERS:
+            raise ValueError(f"{name} would be of shape {tuple(p.shape)}")
+    return model
 
 
 # Text that tokenizers with other rules split or normalise differently.
