@@ -164,8 +164,8 @@ def _refuse_inputs_in(folder: Path, args) -> None:
     folder = folder.resolve()
     for flag in tagged(args, "input"):
         for name in filter(None, (getattr(args, flag) or "").split(",")):
-            path = Path(os.path.expanduser(name.strip())).resolve()  # it may have a * or a weight
-            if folder in (path, *path.parents):
+            path = Path(os.path.expanduser(name.partition("*")[0].strip()))  # of a pattern, weight
+            if path.exists() and folder in (path.resolve(), *path.resolve().parents):
                 raise UserError(f"--overwrite would delete --{flag} {name}: choose another folder")
 
 
