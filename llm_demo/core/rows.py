@@ -166,13 +166,16 @@ def order_rows(
     whose rows are sorted by their longest document, shortest first; equal ones keep their order.
     These steps must end before n_total, so that a run of another length has the same."""
     order = None if shuffle else data.file_order()
-    of_steps = functools.partial(step_rows, data.passes, seed, n_total=n_total, order=order)
+
+    def rows_of(step: int, size: int = global_batch) -> np.ndarray:
+        return step_rows(data.passes, seed, step, size, n_total, order)
+
     if not length_warmup:
-        return functools.partial(of_steps, global_batch=global_batch)
-    rows = of_steps(0, length_warmup * global_batch)
+        return rows_of
+    rows = rows_of(0, length_warmup * global_batch)
     longest = data.longest_of_rows()[rows]
     early = rows[np.argsort(longest, kind="stable")].reshape(length_warmup, global_batch)
-    return lambda step: early[step] if step < length_warmup else of_steps(step, global_batch)
+    return lambda step: early[step] if step < length_warmup else rows_of(step)
 
 
 def step_rows(

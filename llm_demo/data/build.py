@@ -239,12 +239,10 @@ def _tokenise(
             stats.files.append(file)
             for chunk in iter(lambda rows=rows: list(itertools.islice(rows, ROWS_AT_A_TIME)), []):
                 file.rows += len(chunk)
-                good = []
-                for n, row, record in chunk:
+                for n, _, record in chunk:
                     if isinstance(record, Bad):
                         _count_left_out(stats.skipped, record, number, n)
-                    else:
-                        good.append((n, row, record))
+                good = [each for each in chunk if not isinstance(each[2], Bad)]
                 encoded = encode(codec, [record for _, _, record in good])
                 for (n, row, record), (sample, reasons) in zip(good, encoded, strict=True):
                     _count_keys(file, row, row_format, codec.template)

@@ -108,11 +108,6 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     any_free = np.arange(capacity + 1) == capacity  # for new rows there always are
     n_rows = done = 0
 
-    def put_back(size: int, rows: np.ndarray) -> None:
-        if len(rows):
-            free[size].append(rows)
-            any_free[size] = True
-
     for n in np.flatnonzero(n_of)[::-1].tolist():
         documents = by_length[done : done + n_of[n]]
         done += n_of[n]
@@ -130,9 +125,14 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
             row_of[documents[:placed]] = np.repeat(rows[:used], each)[:placed]
             documents = documents[placed:]
             last = placed - (used - 1) * each  # the last row may get fewer
-            put_back(size - each * n, rows[: used - 1])
-            put_back(size - last * n, rows[used - 1 : used])
-            put_back(size, rows[used:])
+            for left, some in (
+                (size - each * n, rows[: used - 1]),
+                (size - last * n, rows[used - 1 : used]),
+                (size, rows[used:]),
+            ):
+                if len(some):
+                    free[left].append(some)
+                    any_free[left] = True
     return row_of
 
 
