@@ -10,6 +10,7 @@ import pytest
 import test_lora as lora
 from conftest import ROOT, ZERO, run, slow, train_cases
 from test_parity import SEQ_LEN, SIZES, argv, assert_equal, shake, train, write_models
+from test_plan import alone  # noqa: F401
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -27,7 +28,7 @@ from llm_demo.core.errors import UserError
 from llm_demo.model.check_config import problems_of
 from llm_demo.model.costs import parameters_of, refuse_shares
 from llm_demo.model.model_folder import describe_for_version_4, open_model
-from llm_demo.model.positions import window_of, without_window
+from llm_demo.model.positions import as_trained, window_of
 from llm_demo.run.export_run import export
 
 IDS = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)
@@ -140,10 +141,20 @@ def test_a_window_goes_and_rotary_bases_stay():
     for name in ("olmo3", "gemma3"):
         config = copy.deepcopy(MODELS[name])
         with pytest.raises(UserError, match="--seq_len 96"):
-            without_window(config, 97)
-        found = without_window(config, 96)
+            as_trained(config, 97)
+        found = as_trained(config, 96)
         assert window_of(found) is None and found.layer_types == LAYERS
         assert window_of(config) == 96
+
+
+def test_a_window_is_left_out_in_training_only(work, tmp_path, alone):  # noqa: F811
+    folder = work[0]
+    flags = ["--model_name_or_path", folder / "olmo3", "--seq_len", "64", "--max_steps", "1"]
+    data = ["--train_json", folder / "data.jsonl", "--eval_json", "none", "--output_dir", "run"]
+    alone(*flags, *data, "--export", "fp32")
+    for part in ("model", "hf"):
+        written = json.loads((tmp_path / f"run/{part}/config.json").read_text())
+        assert written["sliding_window"] == 96 and written["layer_types"] == LAYERS
 
 
 WRONG = [

@@ -53,7 +53,7 @@ def test_flops_leave_out_the_gradients_of_frozen_weights():
     lora = lora_of(config)  # of 43,646,976 parameters
     for of_run, slot in ((None, 6 * weights), (lora, 4 * weights + 6 * 43_646_976)):
         compute = Compute(torch.bfloat16, "varlen", compile=True, lora=of_run)
-        plan = Plan(source, data, compute, None, None, {}, 0)
+        plan = Plan(source, data, compute, None, None, {}, 0, config)
         assert plan.flops_of(np.arange(3)) == 3 * 1024 * (slot + attention)
 
 

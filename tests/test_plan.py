@@ -16,7 +16,7 @@ from transformers import MistralConfig, Qwen2Config
 
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import step_rows
-from llm_demo.model.positions import window_of, without_window
+from llm_demo.model.positions import as_trained, window_of
 from llm_demo.model.source import load_config
 from llm_demo.options.lora import Lora
 from llm_demo.run.folder import settings_to_resume
@@ -167,7 +167,7 @@ def test_which_windows_are_used(tmp_path):
         config.save_pretrained(tmp_path)
         config = load_config(tmp_path, 64)
         assert window_of(config) == window
-        assert window_of(without_window(config, 16)) is None
+        assert window_of(as_trained(config, 16)) is None
         assert json.loads((tmp_path / "config.json").read_text()).get("sliding_window") == window
 
 

@@ -25,10 +25,14 @@ def window_of(config) -> int | None:
     return getattr(config, "sliding_window", None)
 
 
-def without_window(config, longest: int):
-    """The configuration, or a copy of it in which the sliding window is off. longest: tokens of the
-    longest document. Raises UserError if it is longer than the window, which would matter."""
-    window = window_of(config)
+def as_trained(config, longest: int):
+    """A copy of the configuration without dropout, since pretrained models have none, and without
+    a sliding window. longest: tokens of the longest document. Raises UserError if it is longer than
+    the window, which would matter."""
+    config, window = copy.deepcopy(config), window_of(config)
+    for name in ("attention_dropout", "resid_pdrop"):
+        if getattr(config, name, 0):
+            setattr(config, name, 0.0)
     if window is None:
         return config
     if longest > window:
@@ -36,7 +40,6 @@ def without_window(config, longest: int):
             f"this model attends to the last {window} tokens only, but the longest document has "
             f"{longest}: sliding windows are not supported, so set --seq_len {window}"
         )
-    config = copy.deepcopy(config)
     config.sliding_window = None
     # of each type of layer, if the types are to stay
     by_type = "full_attention" in config.rope_parameters

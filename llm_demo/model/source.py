@@ -92,9 +92,6 @@ def load_config(folder: Path, max_len: int, weights_elsewhere: bool = False):
             raise ValueError(f"model_type {config.model_type} is not one of {known}")
         for problem in problems_of(config):
             raise ValueError(problem)
-    for name in ("attention_dropout", "resid_pdrop"):
-        if getattr(config, name, 0):
-            setattr(config, name, 0.0)  # fine-tuning uses none; pretrained configurations have 0
     vars(config).pop("quantization_config", None)
     limit = position_limit(config)
     if limit and max_len > limit:

@@ -89,7 +89,7 @@ class Job:
             source.folder,
             source.tokenizer,
             folder=log.folder / "model",
-            config=source.config,
+            config=plan.described,
         )
         self.saver = Saver(
             args,

@@ -38,7 +38,7 @@ from llm_demo.machine.process import regular
 from llm_demo.machine.text import counted
 from llm_demo.model.costs import flops_of_slot, sizes_of
 from llm_demo.model.model_folder import Source, find_source
-from llm_demo.model.positions import position_limit, window_of, without_window
+from llm_demo.model.positions import as_trained, position_limit, window_of
 from llm_demo.model.source import with_date
 from llm_demo.model.weights_files import fingerprint, refuse_other_adapters
 from llm_demo.run.checkpoint_files import checked_facts, compare_shapes, find_checkpoint, weights_of
@@ -94,6 +94,7 @@ class Plan(NamedTuple):
     rows_of: Callable[[int], np.ndarray]  # step, from 0 -> its rows
     identity: dict  # name -> what the rows of a step depend on
     sample_tokens: int  # length of the sample answers at the end
+    described: object  # the model's own configuration, of which source has what is trained
 
     def flops_of(self, rows: np.ndarray) -> float:
         """Training FLOPs of a step on these rows."""
@@ -126,7 +127,7 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
     rows_of = choose_order(args, horizon, train)
     data = with_max_docs(train, heldout)
     sample_tokens = decide_answers(args.sample_tokens, model.source.config, data)
-    config = without_window(model.source.config, data.longest)
+    config = as_trained(model.source.config, data.longest)
     source = model.source._replace(config=config)
     choose = functools.partial(decide_compute, args, device, dtype, config, data.packs())
     compute = log.decided(from_rank0(world, choose, long=True))  # all probes may take long
@@ -154,7 +155,16 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
         random_weights=earlier.get("random_weights"),  # of a run that is resumed, if known
     )
     identity = identity_of_rows(train.documents, sources.weights, args, horizon.global_batch)
-    return Plan(source, data, compute, horizon, rows_of, identity, sample_tokens)
+    return Plan(
+        source=source,
+        data=data,
+        compute=compute,
+        horizon=horizon,
+        rows_of=rows_of,
+        identity=identity,
+        sample_tokens=sample_tokens,
+        described=model.source.config,
+    )
 
 
 def same_flags(args: Args, sources: Sources) -> dict:
