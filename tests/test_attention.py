@@ -132,58 +132,11 @@ def test_full_rows_with_values_of_another_width():
         torch.testing.assert_close(out, outs[2], rtol=1e-9, atol=1e-12)
 
 
-def latent(**more):
-    """A tiny DeepSeek-V3: a dense block and one with experts, no multi-token prediction."""
-    return DeepseekV3Config(
-        **{**dict(
-            vocab_size=64, hidden_size=64, intermediate_size=96, moe_intermediate_size=32,
-            num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, n_routed_experts=8,
-            num_experts_per_tok=2, n_group=2, topk_group=1, kv_lora_rank=24, q_lora_rank=32,
-            qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16, first_k_dense_replace=1,
-            num_nextn_predict_layers=0, initializer_range=0.2, max_position_embeddings=256,
-        ), **more}
-    )  # fmt: skip
-
-
 def test_the_shape_of_a_models_attention():
-    assert heads_of(latent()) == (4, 4, 24, 16)
     assert heads_of(DeepseekV3Config()) == (128, 128, 192, 128)
     sizes = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
     assert heads_of(LlamaConfig(**sizes)) == (4, 2, 16, 16)
     assert heads_of(Qwen3Config(head_dim=32, **sizes)) == (4, 2, 32, 32)
-
-
-@pytest.mark.parametrize(
-    "more", [{}, {"v_head_dim": 32, "q_lora_rank": None}], ids=["narrow", "wide"]
-)
-@pytest.mark.parametrize("impl", ON_CPU)
-def test_latent_attention_equals_hugging_faces_over_each_document(impl, more):
-    """Logits and every gradient, against eager attention over one document at a time."""
-
-    torch.manual_seed(0)
-    plain, packed = (
-        AutoModelForCausalLM.from_config(
-            latent(**more), attn_implementation=name, experts_implementation="eager"
-        ).double()
-        for name in ("eager", f"packed_{impl}")
-    )
-    packed.load_state_dict(plain.state_dict())
-    cu, ids = boundaries(), torch.randint(0, 64, (B, S))
-    logits = packed(
-        input_ids=ids, position_ids=position_ids(cu, (B, S)), use_cache=False,
-        documents=make_documents(cu, (B, S), impl, torch.device("cpu")),
-    ).logits.flatten(0, 1)  # fmt: skip
-    alone = torch.cat([
-        plain(input_ids=ids.view(-1)[start:end][None], use_cache=False).logits[0]
-        for start, end in itertools.pairwise(cu.tolist()) if end > start
-    ])  # fmt: skip
-    torch.testing.assert_close(logits, alone, rtol=1e-5, atol=1e-5)
-    up = torch.randn_like(alone)
-    logits.backward(up)
-    alone.backward(up)
-    for (name, p), e in zip(packed.named_parameters(), plain.parameters(), strict=True):
-        assert (p.grad - e.grad).abs().max() <= 1e-5 * e.grad.abs().max(), name
-    assert sum(e.grad.abs().max() > 0 for e in plain.parameters()) == len(list(plain.parameters()))
 
 
 def small(kind, impl):

@@ -316,12 +316,15 @@ ENGINES = {
 }
 for name, flags in ZERO.items():
     ENGINES[f"{name}_one"] = "zero", 1, flags, [(4, 2), (8, 1), (2, 4)]
-# the other schedules of a pipeline with FSDP; +: resharded
-FPP_OTHERS = {}
-for name in "1f1b+ gpipe gpipe+ interleaved v".split():
-    flags = ["--schedule", name.rstrip("+"), *RESHARD * name.endswith("+")]
-    FPP_OTHERS[f"fpp4_{name}"] = "fsdp_pp", 4, flags, [(1, 4), (2, 2), (1, 4)]
-ENGINES |= FPP_OTHERS
+# the other schedules of a pipeline with FSDP
+for name, flags in (
+    ("1f1b_reshard", RESHARD),
+    ("gpipe", ["--schedule", "gpipe"]),
+    ("gpipe_reshard", ["--schedule", "gpipe", *RESHARD]),
+    ("interleaved", INTERLEAVED),
+    ("v", ["--schedule", "v"]),
+):
+    ENGINES[f"fpp4_{name}"] = "fsdp_pp", 4, flags, [(1, 4), (2, 2), (1, 4)]
 HALF = (("tied", "true"), ("untied", "false"), ("llama", "true"))
 OTHER_HALF = (("tied", "false"), ("untied", "true"), ("llama", "false"))
 BOTH, BF16 = ("bf16", "fp16"), ("bf16",)
@@ -488,27 +491,6 @@ def test_micro_batches_are_summed_in_fp32(kind, processes, work, alone_in_bf16):
         for weight, grad in first["grads"].items():
             bound = 2e-3 if chunked and weight == "lm_head.weight" else 1e-6
             assert relative(grads[weight], grad) < bound, f"{name}, {weight}"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(0 < GPUS < 4, reason="needs 4 GPUs")
-def test_two_pieces_on_each_of_four_stages(work):
-    """Eight blocks, each a piece, so that each stage has two neighbours in both directions."""
-    folder, tokenizer = work[0], AutoTokenizer.from_pretrained(work[0] / "tied")
-    config = AutoModelForCausalLM.from_pretrained(folder / "tied").config
-    config.num_hidden_layers, config.layer_types = 8, ["full_attention"] * 8
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.save_pretrained(folder / "eight")
-    tokenizer.save_pretrained(folder / "eight")
-    packs = packs_of(str(folder / "data.jsonl"), tokenizer, seq_len=SEQ_LEN)
-    expected, cases = plain_loop(model.to(DEVICE), packs), {}
-    for schedule in ("v", "interleaved"):
-        flags = ["--stages", "4", "--schedule", schedule]
-        name = f"eight_{schedule}"
-        cases[name] = argv(folder, "eight", 1, GLOBAL_BATCH, *flags)
-    for losses, ranks in train(folder, "fsdp_pp", 4, cases).values():
-        assert_equal(losses, ranks, expected)
 
 
 QUICK_ZERO = [name for name in QUICK if ENGINES[name][0] == "zero"]
