@@ -358,14 +358,11 @@ def test_no_secret_of_a_flag_is_written_down_or_shown(tmp_path):
     assert (found.config, found.env) == (kept, {"environment": {"HSA_PWD": "left out"}})
 
 
-def test_runs_of_the_same_second_have_names_of_their_own(tmp_path):
+def test_runs_of_the_same_second_have_names_of_their_own():
     args = args_with(model_name_or_path="m")
     chosen = [run_folder.choose_folder(args, "fsdp") for _ in range(3)]
     assert len(set(chosen)) == 3 and {folder.parent for folder in chosen} == {ROOT / "runs"}
     assert all(re.fullmatch(r"fsdp-m-\d{8}-\d{6}-\d{6}", folder.name) for folder in chosen)
-    run_lock.take_folder(tmp_path / "new", args, None).close()
-    with pytest.raises(UserError, match="another run is using it"):
-        run_lock.take_folder(tmp_path / "new", args, None)
 
 
 # ---------------------------------------------------------------- locks
@@ -391,8 +388,9 @@ def test_nothing_is_created_to_be_locked(tmp_path):
     assert not (tmp_path / "lost/cmd.sh").exists()
     args.dry_run = False
     first = run_lock.lock_folder(tmp_path / "lost", args)
-    with pytest.raises(UserError, match="another run is using it"):
-        run_lock.lock_folder(tmp_path / "lost", args)
+    for mode in ("a", "x"):
+        with pytest.raises(UserError, match="another run is using it"):
+            run_lock.Lock(tmp_path / "lost", mode)
     first.close()
 
 
