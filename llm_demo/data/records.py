@@ -443,9 +443,16 @@ def _value(keys: tuple[str, ...], place: str, *objects: dict) -> tuple[str, obje
     given = [(key, each[key]) for each in objects for key in keys if each.get(key) is not None]
     filled = [(key, value) for key, value in given if value not in EMPTY] or given[:1]
     for key, value in filled[1:]:
-        if value != filled[0][1]:
+        if _bare(value) != _bare(filled[0][1]):
             raise UserError(f"{place}: {filled[0][0]!r} and {key!r} differ: keep one")
     return filled[0] if filled else ("", None)
+
+
+def _bare(value):
+    """A value to compare: text without the space around it, of content parts their text."""
+    if isinstance(value, list) and all(_is_part(part) for part in value):
+        value = "".join(str(part.get("text")) for part in value)
+    return value.strip() if isinstance(value, str) else value
 
 
 def _text_of(value, place: str) -> str:

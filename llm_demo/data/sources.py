@@ -37,6 +37,8 @@ NO_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "stat
 HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*?)(?::([\w.-]+))??(?::(\w+(?:\[[\w:%-]*\])?))?")
 BOM = b"\xef\xbb\xbf"
 BLANK = object()  # a line without a row
+NOT_UTF8 = "not UTF-8: re-encode the file"
+ESCAPED = re.compile("[\udc80-\udcff]")  # bytes that are not UTF-8, as Python reads them
 
 
 def find_files(names: str, split: str | None = None) -> tuple[list[str], list[str]]:
@@ -242,7 +244,7 @@ def _read_json(path: str, bar) -> Iterator:
 def _broken(error: Exception) -> str:
     """What is wrong with the text of a row, or of a file that is one array."""
     if isinstance(error, UnicodeDecodeError):
-        return f"not UTF-8 ({error.reason}); re-encode the file"
+        return NOT_UTF8
     if isinstance(error, json.JSONDecodeError):
         what = error.msg.removesuffix(" at")  # "Invalid control character at"
         return f"broken JSON: {what} at column {error.colno}"
@@ -254,12 +256,18 @@ def _read_csv(path: str, bar) -> Iterator[dict | Bad]:
     csv.field_size_limit(2**31 - 1)
     separator = "\t" if suffix_of(path) == ".tsv" else ","
     with _opened(path, bar) as file:
-        lines = io.TextIOWrapper(io.BufferedReader(file, 2**20), "utf-8-sig", newline="")
+        lines = io.TextIOWrapper(
+            io.BufferedReader(file, 2**20), "utf-8-sig", errors="surrogateescape", newline=""
+        )
         rows = csv.reader(lines, delimiter=separator, strict=True)
         names = next(rows, [])
+        if ESCAPED.search("".join(names)):
+            raise UserError(f"{path}, the header: {NOT_UTF8}")
         _refuse_repeated(path, names)
         for cells in rows:
-            if len(cells) == len(names):
+            if ESCAPED.search("".join(cells)):
+                yield Bad(NOT_UTF8)
+            elif len(cells) == len(names):
                 yield dict(zip(names, cells, strict=True))
             elif cells:  # else a blank line
                 yield Bad(
