@@ -83,7 +83,7 @@ def load_config(folder: Path, max_len: int, weights_elsewhere: bool = False):
     this folder has none. Raises UserError if this project can't train it exactly."""
     with blame(folder / "config.json"):
         raw = json.loads((folder / "config.json").read_text("utf-8"))
-        blocks = (raw.get("text_config") or raw).get("num_hidden_layers", 1)
+        blocks = (raw.get("text_config") or raw).get("num_hidden_layers")
         # transformers makes a list of them
         if blocks is not None and blocks not in range(1, MOST_BLOCKS):
             raise ValueError(f"num_hidden_layers {blocks!r} is not from 1 to {MOST_BLOCKS}")
