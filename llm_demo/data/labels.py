@@ -56,8 +56,8 @@ class Codec:
     UserError if the tokenizer lacks offsets (not "fast") or an end token."""
 
     def __init__(self, tokenizer, train_on_prompt=False, last_only=False, learn_reasoning=True):
-        name = getattr(tokenizer, "name_or_path", "") or "this tokenizer"
-        if not getattr(tokenizer, "is_fast", False):
+        name = tokenizer.name_or_path or "this tokenizer"
+        if not tokenizer.is_fast:
             raise UserError(
                 f"{name} is not a fast tokenizer (tokenizer.json), which exact labels require"
             )

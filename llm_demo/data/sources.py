@@ -26,7 +26,6 @@ from llm_demo.machine.text import blame, counted, words_of
 # searched for in a folder
 DATA_FILES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}  # and their names in PyArrow
-NOT_READ = (".xz", ".zip", ".bz2", ".7z", ".lz4", ".tar", ".tgz", ".xlsx")
 HELD_OUT = re.compile(r"\.heldout\.")
 # Files of a folder that hold splits not for training, by their names on the hub.
 NOT_FOR_TRAINING = re.compile(
@@ -58,8 +57,6 @@ def find_files(names: str, split: str | None = None) -> tuple[list[str], list[st
             lines.append(f"data: skipped, named as held-out or test data: {', '.join(skipped)}")
     seen = set()
     for path in files:
-        if not hub_parts(path) and suffix_of(path) in NOT_READ:
-            raise UserError(f"{path}: {suffix_of(path)} files are not read: convert it to .jsonl")
         if os.path.realpath(path) in seen:
             raise UserError(
                 f"{path} is listed twice: list it once (to repeat it, give it a weight: {path}*2)"
