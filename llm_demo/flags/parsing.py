@@ -156,6 +156,8 @@ class PlainParser(argparse.ArgumentParser):
         words = sys.argv[1:] if args is None else args
         for word in words:
             refuse_other_text(word)
+            if re.fullmatch("--?[^=]+=--", word):  # argparse before 3.13 drops this value
+                raise UserError(f"{word}: -- is no value: set one behind =")
         words = [re.sub("^--[^=]+", underscored, word) for word in words]
         return super().parse_known_args(words, namespace)
 
