@@ -15,11 +15,12 @@ from llm_demo.core.decoder import (
     Blocks,
     DecoderLoss,
     allocate,
+    blocks_with_experts,
     fill,
+    kept_in_fp32,
     make_units,
     spread_rows,
 )
-from llm_demo.core.experts import keep_part, kept_in_fp32
 from llm_demo.core.mesh import World, make_part_mesh
 from llm_demo.flags.args import Args
 from llm_demo.machine.device import DTYPES
@@ -137,7 +138,9 @@ def spread_blocks(lm: PreTrainedModel, world: World, layout: Layout) -> ProcessG
     """Leave this rank its part of the experts and its share of the matrices, and let it take slices
     of rows. Returns the group of ranks with slices of the same rows, None if there is none."""
     if layout.expert_parallel > 1:
-        keep_part(lm, make_part_mesh(world, layout.expert_parallel))
+        from llm_demo.core.experts import keep_part
+
+        keep_part(lm, blocks_with_experts(lm), make_part_mesh(world, layout.expert_parallel))
     if layout.part.count == 1:
         return None
     parts = make_part_mesh(world, layout.part.count)

@@ -12,9 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from llm_demo.core.decoder import DecoderLoss
+from llm_demo.core.decoder import DecoderLoss, kept_in_fp32
 from llm_demo.core.errors import UserError
-from llm_demo.core.experts import kept_in_fp32
 from llm_demo.core.mesh import REPLICA, SHARD, World, local_part, make_mesh, on_device
 from llm_demo.core.optim import MOMENTS
 from llm_demo.core.rows import Slice

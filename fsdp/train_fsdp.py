@@ -119,7 +119,7 @@ class Fsdp:
         self.loss_scale = LossScale(plan.compute.dtype, world.device)
         self.low_rank = None
         if args.psgd_rank:
-            from fsdp.lowrank import choose_low_rank
+            from fsdp.powersgd import choose_low_rank
 
             self.low_rank = choose_low_rank(
                 args.psgd_rank,

@@ -12,8 +12,15 @@ from transformers import PreTrainedModel
 
 from fsdp.sharding import Shards, precision, shard_units, sum_not_average
 from fsdp_pp.orders import stages_of
-from llm_demo.core.decoder import DecoderLoss, allocate, fill, make_units
-from llm_demo.core.experts import blocks_with_experts, keep_part, kept_in_fp32
+from llm_demo.core.decoder import (
+    DecoderLoss,
+    allocate,
+    blocks_with_experts,
+    fill,
+    kept_in_fp32,
+    make_units,
+)
+from llm_demo.core.experts import keep_part
 from llm_demo.core.masters import Masters
 from llm_demo.core.mesh import SHARD, SPLIT, STAGE, World, make_mesh, make_part_mesh
 from llm_demo.core.rows import Slice
@@ -82,7 +89,7 @@ def build_pieces(
     for line in give_fp8(lm, compute, args.tensor_parallel):
         log.say(line)
     if layout.experts:
-        keep_part(lm, layout.experts)
+        keep_part(lm, blocks_with_experts(lm), layout.experts)
     if layout.shares:
         from llm_demo.options.tensor import keep_share
 

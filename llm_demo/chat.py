@@ -48,8 +48,7 @@ if __name__ == "__main__":  # before the slow imports
 import torch
 from transformers import TextStreamer
 
-from llm_demo.data.labels import stop_tokens
-from llm_demo.data.turns import REFUSALS
+from llm_demo.data.codec import REFUSALS, stop_tokens
 from llm_demo.export import ALONE
 from llm_demo.machine.device import pick_dtype, this_device
 from llm_demo.machine.dist import run
@@ -57,8 +56,7 @@ from llm_demo.machine.text import blame
 from llm_demo.model.adapter_folder import open_adapter
 from llm_demo.model.adapters import add_adapter, start_of
 from llm_demo.model.model_folder import load_model, open_model
-from llm_demo.model.positions import position_limit
-from llm_demo.model.source import find_model, load_tokenizer, set_variables
+from llm_demo.model.source import find_model, load_tokenizer, position_limit, set_variables
 from llm_demo.run.checkpoint_files import checked_facts, find_checkpoint
 from llm_demo.run.export_run import export
 from llm_demo.run.folder import published

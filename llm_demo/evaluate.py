@@ -123,7 +123,7 @@ from torch.nn.utils.rnn import pad_sequence
 from llm_demo.core.decoder import refuse_non_finite
 from llm_demo.core.loss import score
 from llm_demo.core.rows import Rows, label_positions
-from llm_demo.data.labels import stop_tokens
+from llm_demo.data.codec import stop_tokens
 from llm_demo.data.packs import load_rows, prompts_of, refuse_unknown_tokens
 from llm_demo.data.questions import question_reader
 from llm_demo.machine.device import pick_dtype, this_device
@@ -131,8 +131,15 @@ from llm_demo.machine.dist import run
 from llm_demo.machine.files import write_json, write_text
 from llm_demo.machine.text import blame, progress
 from llm_demo.model.model_folder import load_model, open_model
-from llm_demo.model.positions import length_dependent_rope, position_limit
-from llm_demo.model.source import find_model, load_config, load_tokenizer, set_variables, with_date
+from llm_demo.model.source import (
+    find_model,
+    length_dependent_rope,
+    load_config,
+    load_tokenizer,
+    position_limit,
+    set_variables,
+    with_date,
+)
 
 TOKENS = 1 << 16  # of a batch, including padding
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fsdp import lowrank
-from fsdp.lowrank import LowRank
+from fsdp import powersgd as lowrank
+from fsdp.powersgd import LowRank
 from llm_demo.core.mesh import REPLICA, SHARD
 from llm_demo.core.optim import FACTOR
 

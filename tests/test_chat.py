@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llm_demo import chat
 from llm_demo.core.errors import UserError
-from llm_demo.data.labels import stop_tokens
+from llm_demo.data.codec import stop_tokens
 from llm_demo.run.export_run import export
 
 QUESTIONS = ["What is 11 + 33?", "Spell the word cat."]

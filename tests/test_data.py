@@ -15,7 +15,7 @@ from tiny_tokenizer import write as write_rows
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import Slice, collate, order_rows, real_tokens, step_rows
 from llm_demo.data.packs import best_fit, describe_example, prompts_of
-from llm_demo.machine import cache
+from llm_demo.machine import files
 from llm_demo.run.plan import with_max_docs
 
 SHARED = Path(__file__).parents[2] / "shared"
@@ -331,7 +331,7 @@ def test_cache_folder_from_the_environment(tmp_path, monkeypatch):
 
 def test_what_killed_builds_have_left_is_removed_after_a_day(tmp_path):
     folder = tmp_path / "cache"
-    for name, age in (("building-old", 2 * cache.DAY), ("building-new", cache.DAY // 2)):
+    for name, age in (("building-old", 2 * files.DAY), ("building-new", files.DAY // 2)):
         (folder / name / "built").mkdir(parents=True)
         for file in (folder / name / "built", folder / name):
             os.utime(file, (0, time.time() - age))
@@ -346,11 +346,11 @@ def test_the_slower_of_two_builders_uses_the_other_ones_files(tmp_path):
         return lambda built: Path(built, "a").write_text(who)
 
     def overtaken(built):
-        cache.build(str(folder), write_as("the faster one"))
+        files.build(str(folder), write_as("the faster one"))
         write_as("the slower one")(built)
 
-    cache.build(str(folder), overtaken)
-    assert (folder / "a").read_text() == "the faster one" and cache.verified(str(folder))
+    files.build(str(folder), overtaken)
+    assert (folder / "a").read_text() == "the faster one" and files.verified(str(folder))
     assert os.listdir(tmp_path / "cache") == ["pack"]
 
 

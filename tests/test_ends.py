@@ -33,7 +33,7 @@ from conftest import (
 from llm_demo.core import errors
 from llm_demo.core.errors import UserError
 from llm_demo.machine import dist, process
-from llm_demo.machine.secrets import without_given_secrets
+from llm_demo.machine.text import without_given_secrets
 from llm_demo.run.log import Log
 
 TRAIN = "--seq_len 64 --micro_batch_size 1 --grad_accum_steps 2 --max_steps 5000 --log_every 1"

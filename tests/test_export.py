@@ -20,8 +20,7 @@ from llm_demo.core.errors import UserError
 from llm_demo.machine.device import DTYPES
 from llm_demo.model.export_files import write_weights
 from llm_demo.model.model_folder import describe_model
-from llm_demo.model.positions import position_limit
-from llm_demo.model.source import load_config
+from llm_demo.model.source import load_config, position_limit
 from llm_demo.run import checkpoint_files
 from llm_demo.run.export_run import card, export, heldout_of
 

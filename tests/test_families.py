@@ -28,7 +28,7 @@ from llm_demo.core.errors import UserError
 from llm_demo.model.check_config import problems_of
 from llm_demo.model.costs import parameters_of, refuse_shares
 from llm_demo.model.model_folder import describe_for_version_4, open_model
-from llm_demo.model.positions import as_trained, window_of
+from llm_demo.model.source import as_trained, window_of
 from llm_demo.run.export_run import export
 
 IDS = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)

@@ -15,9 +15,9 @@ from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from llm_demo.core.errors import UserError
-from llm_demo.data import labels
-from llm_demo.data import turns as reasons
-from llm_demo.data.labels import Codec, encode
+from llm_demo.data import labels, reasons
+from llm_demo.data.codec import Codec
+from llm_demo.data.labels import encode
 from llm_demo.data.records import detect_format, to_record
 from llm_demo.data.turns import Record
 from llm_demo.flags.args import DataArgs

@@ -19,9 +19,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp.pieces import use_pieces
-from llm_demo.core.decoder import Blocks
+from llm_demo.core.decoder import FUSED, Blocks
 from llm_demo.core.errors import UserError
-from llm_demo.core.experts import FUSED
 from llm_demo.model.adapters import choose_lora
 from llm_demo.model.weights_files import open_weights, refuse_other_adapters
 from llm_demo.options.lora import Factor, Lora, LoraLinear

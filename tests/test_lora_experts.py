@@ -32,9 +32,9 @@ from transformers import AutoModelForCausalLM
 
 from bench.checkpoints import tensors
 from llm_demo.core.attention import make_documents
-from llm_demo.core.decoder import Blocks, materialise, skeleton
+from llm_demo.core.decoder import FUSED, Blocks, blocks_with_experts, materialise, skeleton
 from llm_demo.core.errors import UserError
-from llm_demo.core.experts import FUSED, Routers, blocks_with_experts
+from llm_demo.core.experts import Routers
 from llm_demo.core.rows import position_ids
 from llm_demo.model.adapters import choose_lora, factors_of, merge_into
 from llm_demo.model.export_files import write_adapter

@@ -9,7 +9,7 @@ import torch
 from conftest import ROOT, torchrun
 from lowrank_worker import SHAPES, R, gradient
 
-from fsdp import lowrank
+from fsdp import powersgd as lowrank
 from llm_demo.core.optim import ERROR, FACTOR
 
 STEPS = 12

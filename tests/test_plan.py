@@ -16,8 +16,7 @@ from transformers import MistralConfig, Qwen2Config
 
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import step_rows
-from llm_demo.model.positions import as_trained, window_of
-from llm_demo.model.source import load_config
+from llm_demo.model.source import as_trained, load_config, window_of
 from llm_demo.options.lora import Lora
 from llm_demo.run.folder import settings_to_resume
 from llm_demo.run.job import best_of

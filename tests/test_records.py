@@ -8,8 +8,9 @@ from tiny_tokenizer import first, golden, make_tokenizer, packs_of, skipped, tur
 
 from llm_demo.core.errors import UserError
 from llm_demo.data import build
+from llm_demo.data.readers import read_rows
 from llm_demo.data.records import FORMATS
-from llm_demo.data.sources import find_files, read_rows
+from llm_demo.data.sources import find_files
 
 YO = "<S>user\nhi<E>\n<S>assistant\n⟦yo<E>⟧\n"
 PART = {"type": "text", "text": "hi"}

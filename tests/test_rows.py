@@ -25,10 +25,10 @@ from tiny_tokenizer import (
 )
 
 from llm_demo.core.errors import UserError
-from llm_demo.data import labels, sources
-from llm_demo.data import turns as reasons
+from llm_demo.data import labels, reasons, sources
 from llm_demo.data.build import choose_seq_len
-from llm_demo.data.sources import find_files, heldout_beside, read_rows
+from llm_demo.data.readers import read_rows
+from llm_demo.data.sources import find_files, heldout_beside
 from llm_demo.model.source import load_tokenizer
 
 PAIR = {"prompt": "hi", "completion": "yo"}
@@ -479,9 +479,9 @@ def hub(tmp_path, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.chdir(tmp_path)
-    sources._hub_rows.cache_clear()
+    sources.hub_rows.cache_clear()
     yield
-    sources._hub_rows.cache_clear()
+    sources.hub_rows.cache_clear()
 
 
 def test_no_script_of_a_dataset_is_run(tmp_path, hub, monkeypatch):

@@ -34,7 +34,7 @@ from llm_demo.core.optim import LossScale
 from llm_demo.machine import files
 from llm_demo.run import checkpoint_files, records
 from llm_demo.run import folder as run_folder
-from llm_demo.run import lock as run_lock
+from llm_demo.run import log as run_lock
 from llm_demo.run.export_run import export
 from llm_demo.run.folder import environment
 

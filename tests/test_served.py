@@ -9,7 +9,7 @@ from test_plan import alone  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llm_demo import evaluate
-from llm_demo.data.labels import stop_tokens
+from llm_demo.data.codec import stop_tokens
 
 NO_THINKING = "enable_thinking is defined and enable_thinking is false"
 BLOCK = "<think>\n\n</think>\n\n"

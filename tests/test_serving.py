@@ -8,7 +8,7 @@ from conftest import TINY
 from test_export import trained
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from llm_demo.data.labels import stop_tokens
+from llm_demo.data.codec import stop_tokens
 from llm_demo.run.export_run import export
 
 pytestmark = pytest.mark.usefixtures("alone")

@@ -20,10 +20,13 @@ from transformers.initialization import no_init_weights
 from llm_demo.core import attention
 from llm_demo.core.attention import LongRope, make_documents, rope_type, rotary_tables
 from llm_demo.core.errors import UserError
-from llm_demo.core.experts import Routers, blocks_with_experts
 from llm_demo.core.loss import cross_entropy_sum, next_tokens, score
 from llm_demo.core.mesh import exchange_rows, known
 from llm_demo.core.rows import WHOLE_ROWS, Batch, Slice, to_device
+
+# matrices of experts in memory, and those of files that they are made of
+FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+DECAYS = (".A_log", ".dt_bias")  # ends of names of parameters, see options/delta.py
 
 
 class Decays(nn.Module):
@@ -213,7 +216,11 @@ class DecoderLoss(nn.Module):
         self.rotary = lm.model.rotary_emb
         self.on_host = None  # or where inputs of units are kept, see activations_on_host.py
         with_experts, with_rule = blocks_with_experts(self), delta_layers(self)
-        self.routers = Routers(with_experts) if with_experts else None
+        self.routers = None
+        if with_experts:
+            from llm_demo.core.experts import Routers
+
+            self.routers = Routers(with_experts)
         self.decays = Decays(with_rule) if with_rule else None
 
     def forward(self, inputs, position_ids, documents, index, targets=None, answers=None):
@@ -410,3 +417,20 @@ def _random_weights(
             piece.copy_(piece.bfloat16())
     module._parameters.update(params)
     return values
+
+
+def blocks_with_experts(model: nn.Module) -> list[nn.Module]:
+    """The decoder blocks with experts among a model's modules, in their order."""
+    return [m for m in model.modules() if hasattr(getattr(m, "mlp", None), "experts")]
+
+
+def kept_in_fp32(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters of routers and decays, which stay in fp32 in every compute dtype."""
+    kept = {p for n, p in model.named_parameters() if n.endswith(DECAYS)}
+    return kept.union(*(block.mlp.gate.parameters() for block in blocks_with_experts(model)))
+
+
+def fused(name: str) -> bool:
+    """Whether a parameter in memory holds a matrix of all experts of a block."""
+    experts, _, kind = name.rpartition(".")
+    return kind in FUSED and experts.endswith(".mlp.experts")

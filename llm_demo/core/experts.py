@@ -117,17 +117,6 @@ class Routers(nn.Module):
         return (slope * mass).sum()
 
 
-def blocks_with_experts(model: nn.Module) -> list[nn.Module]:
-    """The decoder blocks with experts among a model's modules, in their order."""
-    return [m for m in model.modules() if hasattr(getattr(m, "mlp", None), "experts")]
-
-
-def kept_in_fp32(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters of routers and decays, which stay in fp32 in every compute dtype."""
-    kept = {p for n, p in model.named_parameters() if n.endswith(DECAYS)}
-    return kept.union(*(block.mlp.gate.parameters() for block in blocks_with_experts(model)))
-
-
 def _choose(router, hidden):
     """Qwen3-MoE's router, without the change in place that recomputed blocks can't repeat."""
     logits = F.linear(hidden, router.weight)
@@ -252,13 +241,13 @@ def looped_product(x, weight, ends):
 # ---------------------------------------------------------------- experts spread over ranks
 
 
-def keep_part(model: PreTrainedModel, grid: DeviceMesh) -> None:
-    """Leave this rank's part of each block's experts to a model on the meta device. grid: parts of
-    the experts x shards of such a part, over all ranks."""
+def keep_part(model: PreTrainedModel, blocks: list[nn.Module], grid: DeviceMesh) -> None:
+    """Leave this rank's part of each block's experts to a model on the meta device. blocks: those
+    with experts. grid: parts of the experts x shards of such a part, over all ranks."""
     group = grid.get_group(0)
     config = model.config
     config._experts_implementation = config._experts_implementation.replace("sorted", "spread")
-    for experts in (block.mlp.experts for block in blocks_with_experts(model)):
+    for experts in (block.mlp.experts for block in blocks):
         experts.first = group.rank() * (experts.num_experts // group.size())
         experts.spread_over = known(group), group.size()
         keep_parts(experts, grid, {name: 0 for name, _ in experts.named_parameters(recurse=False)})
@@ -279,13 +268,3 @@ PRODUCTS = {"grouped": grouped_product, "looped": looped_product}
 for _name, _product in PRODUCTS.items():
     ALL_EXPERTS_FUNCTIONS.register(f"sorted_{_name}", functools.partial(sorted_experts, _product))
     ALL_EXPERTS_FUNCTIONS.register(f"spread_{_name}", functools.partial(spread_experts, _product))
-
-
-FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-DECAYS = (".A_log", ".dt_bias")  # ends of names of parameters, see delta.py
-
-
-def fused(name: str) -> bool:
-    """Whether a parameter in memory holds a matrix of all experts of a block."""
-    experts, _, kind = name.rpartition(".")
-    return kind in FUSED and experts.endswith(".mlp.experts")

@@ -12,7 +12,7 @@ from torch.optim.adamw import adamw
 
 BETAS, EPS = (0.9, 0.95), 1e-8
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state of each parameter
-# what a checkpoint adds to each matrix if gradients are compressed (fsdp/lowrank.py)
+# what a checkpoint adds to each matrix if gradients are compressed (fsdp/powersgd.py)
 PSGD = ERROR, FACTOR = "psgd_error", "psgd_factor"
 LOW = "low"  # and for a bf16 parameter that is half of its master: the other half
 LARGEST_BETA2 = 0.99  # of bf16 moments: they round to nearest

@@ -12,12 +12,11 @@ import numpy as np
 
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import IGNORE_INDEX, Documents, Rows
-from llm_demo.data.build import LONGEST_DEFAULT, read_documents, write_documents
-from llm_demo.data.labels import Codec
+from llm_demo.data.codec import Codec
+from llm_demo.data.documents import LONGEST_DEFAULT, read_documents
 from llm_demo.data.sources import content_of, find_files, suffix_of
 from llm_demo.flags.args import names_of
-from llm_demo.machine.cache import build
-from llm_demo.machine.files import cache_folder
+from llm_demo.machine.files import build, cache_folder
 from llm_demo.machine.text import blame, counted
 
 # of a pack; increase it when the same files are read, labelled or stored differently
@@ -62,6 +61,8 @@ def load_rows(
         except DAMAGE as error:
             lines.append(f"data: the cached pack {folder} is damaged ({error}); rebuilding it")
     if not documents:
+        from llm_demo.data.build import write_documents
+
         build(folder, lambda built: write_documents(built, files, codec, flags, limit))
         with blame(f"{folder} is damaged; delete it, or set LLM_DEMO_CACHE to another folder"):
             documents = read_documents(folder, files, identity, cache_hit=False)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from llm_demo.data.turns import REFUSALS, THINK_PROMPT
+from llm_demo.data.codec import REFUSALS, THINK_PROMPT
 
 QUESTION = {"role": "user", "content": "QUESTION"}
 BEFORE = (  # messages before a question

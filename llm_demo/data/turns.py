@@ -10,41 +10,28 @@ import re
 from typing import NamedTuple
 
 import numpy as np
-from jinja2 import TemplateError
 from tokenizers import Encoding
 
-# Reasons why a turn is not learnt.
-REFUSED = "the chat template refuses the conversation"
-REWRITTEN = "the chat template does not keep the assistant text as given, or does not end it"
-NO_REASONING = (
-    "the chat template drops the turn's reasoning; keep it by a variable of the template "
-    "(--chat_template_kwargs) or by another template (--chat_template)"
+from llm_demo.data.codec import STAND_IN, THINK_PROMPT, assistant
+from llm_demo.data.reasons import (
+    EMPTY_TURN,
+    ENDS_INSIDE,
+    NO_PROMPT,
+    NO_REASONING,
+    ONLY_CLOSED,
+    REFUSED,
+    REWRITTEN,
+    STRADDLED,
+    UNCLOSED,
+    UNMARKED,
+    UNOPENED,
+    UNSTOPPED,
+    WITH_REASONING,
 )
-NO_PROMPT = "there is no prompt before the assistant turn"
-EMPTY_TURN = "the assistant turn is empty"
-ENDS_INSIDE = "the assistant text contains the token that ends a turn"
-UNMARKED = "the chat template's {% generation %} marks leave the turn out"
-UNSTOPPED = "no stop token after an assistant turn"
-STRADDLED = "a token straddles the start of an assistant turn"
-UNCLOSED = "the turn's reasoning is not closed, so it has no answer"
-
-# What is said of turns that are learnt.
-UNOPENED = (
-    "the chat template writes them without the <think> that its generation prompt holds, so the "
-    "model is asked with another prompt than it is trained with"
-)
-WITH_REASONING = (
-    "have reasoning, which is context (--learn_reasoning false), but the model is asked without it"
-)
-ONLY_CLOSED = "their reasoning has no opening tag; all before </think> is context"
-SPECIALS_INSIDE = "special tokens stand in their text; they are read as special tokens"
-NO_VARIABLE = "the row's chat_template_kwargs name a variable that the chat template does not have"
-REMARKS = (UNOPENED, WITH_REASONING, ONLY_CLOSED, SPECIALS_INSIDE, NO_VARIABLE)
 
 # Reasoning templates put an empty block before an answer without reasoning (Qwen3), and open one in
 # the generation prompt (Qwen3-Thinking, DeepSeek-R1). Neither is part of the row's text.
 EMPTY_THINK = re.compile(r"\s*<think>\s*</think>\n*")
-THINK_PROMPT = re.compile(r"<think>\s*(</think>\s*)?$")
 # Reasoning in a turn's text. A prompt may hold the tag that opens it; the one that closes it then
 # stands at the beginning or the end of a line.
 REASONING_TEXT = re.compile(
@@ -52,10 +39,6 @@ REASONING_TEXT = re.compile(
 )
 TAG = re.compile(r"\s*(?:[<[][^\s>\]]*[>\]])?\s*")  # what a template puts around reasoning
 SPACE = re.compile(r"\s*")
-STAND_IN = "\ue000"  # stands for a part of a turn, to see where a template puts it
-# What a template raises for conversations it does not support: raise_exception() and undefined
-# names, None added to a string, the first of no messages; and arguments nested too deeply.
-REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
 
 
 class Record(NamedTuple):
@@ -88,10 +71,6 @@ class Rendered(NamedTuple):
     text: str
     encoding: Encoding
     borders: tuple[int, ...] = ()  # characters between which the text was tokenised apart
-
-
-def assistant(message: dict) -> bool:
-    return message["role"] == "assistant"
 
 
 def changed(messages: list[dict], number: int, **values) -> list[dict]:

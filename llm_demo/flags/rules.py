@@ -1,6 +1,8 @@
 """Which flags need others, and which do not work together: one table for all scripts.
 
-A rule of another form, which computes with values, is a `check` of the flag's group."""
+A rule of another form, which computes with values, is a `check` of the flag's group. What depends
+on the model or the device is refused later, by model/check_config.py, run/choices.py and
+fsdp/sharding.py."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,5 @@
-"""Kinds of cards to plan for, and what a card and its links sustain. Imports nothing heavy."""
+"""Kinds of cards: their memory, their peaks, and what they and their links sustain. Imports nothing
+heavy."""
 
 from dataclasses import dataclass, field
 
@@ -58,4 +59,39 @@ CARDS = {
     "r9700": Device("cuda", "amd", "AMD Radeon AI PRO R9700", "gfx1201", 32.0, 32),
     "rx9070xt": Device("cuda", "amd", "AMD Radeon RX 9070 XT", "gfx1201", 16.0, 32),
     "rx7900xtx": Device("cuda", "amd", "AMD Radeon RX 7900 XTX", "gfx1100", 24.0, 48),
+}
+
+# Dense matrix peaks in TFLOP/s by a part of "name arch units": fp32, bf16, fp16, with sums in fp32.
+# None: no such products. fp32 is PyTorch's default, without TF32. From the vendors' data sheets.
+# MI100: AMD's CDNA white paper. Radeon: FLOPs per clock and compute unit (AMD's GPUOpen, "Matrix
+# Cores of RDNA 4") x compute units x clock; found by its name, because ROCm counts its compute
+# units in pairs. RTX: NVIDIA's white papers of each architecture. GB10: an eighth of its data
+# sheet's sparse fp4.
+PEAK_TFLOPS = {
+    "gfx908": (46.1, 92.3, 184.6),  # MI100
+    "gfx90a 104": (45.3, 181.0, 181.0),  # MI210; MI250, one of its two dies
+    "gfx90a 110": (47.9, 191.5, 191.5),  # MI250X, one of its two dies
+    "gfx942 228": (122.6, 980.6, 980.6),  # MI300A
+    "gfx942 304": (163.4, 1307.4, 1307.4),  # MI300X, MI325X
+    "MI350X": (144.2, 2306.9, 2306.9),
+    "MI355X": (157.3, 2516.6, 2516.6),
+    "RX 7900 XTX": (61.4, 122.9, 122.9),
+    "RX 9070 XT": (48.7, 194.6, 194.6),
+    "R9700": (47.8, 191.4, 191.4),
+    "NVIDIA B200": (75.0, 2250.0, 2250.0),
+    "NVIDIA GB10": (31.0, 125.0, 125.0),
+    "H200": (66.9, 989.4, 989.4),
+    "H100 PCIe": (51.2, 756.4, 756.4),
+    "H100": (66.9, 989.4, 989.4),
+    "A100": (19.5, 312.0, 312.0),
+    "L40S": (91.6, 362.0, 362.0),
+    "RTX A6000": (38.7, 154.8, 154.8),
+    "NVIDIA A40 ": (37.4, 149.7, 149.7),
+    "V100": (15.7, None, 125.0),
+    "Tesla T4": (8.1, None, 65.0),
+    "RTX PRO 6000 Blackwell": (126.0, 503.8, 503.8),
+    "RTX 5090": (104.8, 209.5, 209.5),
+    "RTX 5080": (56.3, 112.6, 112.6),
+    "RTX 4090": (82.6, 165.2, 165.2),
+    "RTX 3090": (35.6, 71.0, 71.0),
 }

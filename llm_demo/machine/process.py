@@ -16,8 +16,7 @@ from pathlib import Path
 
 from llm_demo.core.errors import UserError, printable
 from llm_demo.machine.files import FULL, PART, ROOT, disk_full, let_read
-from llm_demo.machine.secrets import without_given_secrets
-from llm_demo.machine.text import number_in
+from llm_demo.machine.text import number_in, without_given_secrets
 
 PARENT = "LLM_DEMO_PARENT"  # in a child's environment: our pid, so that the child ends with us
 

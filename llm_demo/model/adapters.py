@@ -6,11 +6,10 @@ from collections.abc import Callable, Container
 
 import torch
 
-from llm_demo.core.decoder import refuse_non_finite, skeleton
+from llm_demo.core.decoder import FUSED, fused, refuse_non_finite, skeleton
 from llm_demo.core.errors import UserError
-from llm_demo.core.experts import FUSED, fused
 from llm_demo.core.mesh import World
-from llm_demo.data.labels import stop_tokens
+from llm_demo.data.codec import stop_tokens
 from llm_demo.machine.device import drawn_on
 from llm_demo.machine.dist import from_rank0, same_on_all_nodes
 from llm_demo.machine.text import short

@@ -8,7 +8,6 @@ from llm_demo.core.attention import LongRope, rope_of, rope_type
 from llm_demo.core.errors import UserError
 from llm_demo.model.costs import experts_of, mixed_blocks
 from llm_demo.model.families import Family, family_of, is_mixture
-from llm_demo.model.low_bits import why_unread
 
 # rotary types that do not depend on max_position_embeddings: with random weights rows may be longer
 ANY_LENGTH = ("default", "linear", "llama3")
@@ -31,9 +30,13 @@ def problems_of(config) -> Iterator[str]:
         if bool(getattr(config, name, value)) != value:
             yield f"{name} {getattr(config, name)} is not supported: attention is causal"
     yield from problems_of_layers(config, family)
-    problem = why_unread(getattr(config, "quantization_config", None))
-    if problem:
-        yield problem
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        from llm_demo.model.low_bits import why_unread
+
+        problem = why_unread(quantization)
+        if problem:
+            yield problem
     if is_mixture(config):
         yield from problems_of_experts(config, family)
     yield from problems_of_rope(config, family)

@@ -8,8 +8,8 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 
+from llm_demo.core.decoder import DECAYS
 from llm_demo.core.errors import UserError
-from llm_demo.core.experts import DECAYS
 from llm_demo.machine.files import write_json
 from llm_demo.machine.text import blame, progress
 from llm_demo.model.adapter_folder import BASE, BITS

@@ -12,10 +12,9 @@ from torch import nn
 from llm_demo.core.decoder import materialise, skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
-from llm_demo.machine.cache import build, verified
 from llm_demo.machine.device import dtype_name
 from llm_demo.machine.dist import once_per_node, same_on_all_nodes
-from llm_demo.machine.files import cache_folder, hash_of
+from llm_demo.machine.files import build, cache_folder, hash_of, verified
 from llm_demo.machine.text import blame, layer_kinds, progress
 from llm_demo.model.weights_files import fingerprint, weights_in
 from llm_demo.options.four_bits import BLOCK

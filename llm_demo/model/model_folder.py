@@ -22,19 +22,19 @@ from transformers.utils import logging as transformers_logging
 from llm_demo.core.attention import LongRope, rope_type
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
-from llm_demo.data.labels import stop_tokens
+from llm_demo.data.codec import stop_tokens
 from llm_demo.flags.args import Args
 from llm_demo.machine.dist import from_rank0, once_per_node
 from llm_demo.machine.files import write_json
 from llm_demo.machine.text import blame, counted, short
 from llm_demo.model.costs import active_of, parameters_of, rotary_width
 from llm_demo.model.families import FAMILIES
-from llm_demo.model.positions import position_limit
 from llm_demo.model.source import (
     find_model,
     load_config,
     load_tokenizer,
     on_meta,
+    position_limit,
     refuse_adapter,
     same_ids,
     set_variables,

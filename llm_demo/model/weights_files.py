@@ -20,12 +20,11 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
+from llm_demo.core.decoder import FUSED, fused
 from llm_demo.core.errors import UserError
-from llm_demo.core.experts import FUSED, fused
 from llm_demo.machine.files import hash_of
 from llm_demo.machine.process import regular
 from llm_demo.machine.text import blame, differences, progress
-from llm_demo.model import low_bits
 from llm_demo.model.families import OTHER_PARTS, TEXT_PREFIX
 from llm_demo.model.local_model import refuse_deepspeed
 
@@ -143,6 +142,22 @@ class Weights:
                     self.stored[name] = tuple(tensor.get_shape())
                     self.kinds[name] = tensor.get_dtype()
         self.bytes = sum(file.stat().st_size for file in set(self.files.values()))
+        self.scales, self.packed = {}, {}
+        if not set(FLOATS).issuperset(self.kinds.values()):
+            self._find_low_bits(folder)
+        plain = {*self.stored, *self.scales.values()} - {*self.scales, *self.packed}
+        for name in sorted(plain):
+            if self.kinds[name] not in FLOATS:
+                raise UserError(
+                    f"{self.files[name]}: {name} is of type {self.kinds[name]}, not one of "
+                    f"{', '.join(FLOATS)}: give a copy of the model in bf16"
+                )
+        self.shapes = in_memory(self.stored)
+
+    def _find_low_bits(self, folder: Path) -> None:
+        """Weights in fp8, with the names of their scales, and in 4 bits."""
+        from llm_demo.model import low_bits
+
         fp8 = [name for name, kind in self.kinds.items() if kind == low_bits.SAFETENSORS_E4M3]
         self.scales = low_bits.scales_of(fp8, self.stored, folder)
         for scales in self.scales.values():
@@ -152,14 +167,6 @@ class Weights:
             for part in low_bits.BESIDE:
                 self.stored.pop(name + part, None)
             self.stored[name] = weight.shape
-        plain = {*self.stored, *self.scales.values()} - {*self.scales, *self.packed}
-        for name in sorted(plain):
-            if self.kinds[name] not in FLOATS:
-                raise UserError(
-                    f"{self.files[name]}: {name} is of type {self.kinds[name]}, not one of "
-                    f"{', '.join(FLOATS)}: give a copy of the model in bf16"
-                )
-        self.shapes = in_memory(self.stored)
 
     def _names_in(self, file: Path) -> list[str]:
         return [name for name, place in self.files.items() if place == file]
@@ -216,7 +223,9 @@ class Weights:
 
     def read_packed(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """(the bytes of a weight in 4 bits, its scales), as options.four_bits has them."""
-        return low_bits.packed(self.packed[name], name, self._whole)
+        from llm_demo.model.low_bits import packed
+
+        return packed(self.packed[name], name, self._whole)
 
     def _whole(self, name: str) -> torch.Tensor:
         """A tensor of the files as it is."""
@@ -249,8 +258,10 @@ class Weights:
         values = read(name, part)
         if name not in self.scales:
             return values
+        from llm_demo.model.low_bits import dequantised
+
         scales = read(self.scales[name], (slice(None),))
-        return low_bits.dequantised(values, scales, part, self.stored[name])
+        return dequantised(values, scales, part, self.stored[name])
 
     def _fuse(self, read: Callable, name: str, part: tuple[slice, ...]) -> torch.Tensor:
         """As `read`, of fused experts. Only the files of the selected experts are read."""

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from llm_demo.core.experts import fused, kept_in_fp32
+from llm_demo.core.decoder import fused, kept_in_fp32
 from llm_demo.options.four_bits import FourBits, row_bytes
 from llm_demo.options.fp8 import RecipeLinear, give_recipes
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from llm_demo.core.rows import IGNORE_INDEX, Batch, bounds_of, position_ids
-from llm_demo.data.labels import stop_tokens
+from llm_demo.data.codec import stop_tokens
 from llm_demo.data.packs import prompts_of
 from llm_demo.data.questions import question_reader
 from llm_demo.run.log import Log

@@ -23,8 +23,7 @@ from llm_demo.core.errors import UserError
 from llm_demo.flags.parsing import tagged
 from llm_demo.machine.files import ROOT, write_json
 from llm_demo.machine.process import read_text
-from llm_demo.machine.secrets import SECRET, without_secrets
-from llm_demo.machine.text import blame
+from llm_demo.machine.text import SECRET, blame, without_secrets
 
 WARMUP = 2  # logged steps left out of the medians: allocator, kernels and caches warm up
 

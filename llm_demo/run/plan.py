@@ -21,7 +21,7 @@ from llm_demo.core.decoder import skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
 from llm_demo.core.rows import Documents, Rows, order_rows
-from llm_demo.data.build import LONGEST_DEFAULT
+from llm_demo.data.documents import LONGEST_DEFAULT
 from llm_demo.data.packs import (
     CONTENT_OF,
     describe_example,
@@ -38,8 +38,7 @@ from llm_demo.machine.process import regular
 from llm_demo.machine.text import counted
 from llm_demo.model.costs import flops_of_slot, sizes_of
 from llm_demo.model.model_folder import Source, find_source
-from llm_demo.model.positions import as_trained, position_limit, window_of
-from llm_demo.model.source import with_date
+from llm_demo.model.source import as_trained, position_limit, window_of, with_date
 from llm_demo.model.weights_files import fingerprint, refuse_other_adapters
 from llm_demo.run.checkpoint_files import checked_facts, compare_shapes, find_checkpoint, weights_of
 from llm_demo.run.choices import Compute, decide_compute, refuse_for_model
