@@ -94,10 +94,10 @@ def _tokenise(
     size = sum(os.path.getsize(path) for path in files if not hub_parts(path))
     with progress(what="tokenising", total=size, unit="B") as bar:
         for number, path in enumerate(files):
-            place = f"{path}{place_of(path)}"
+            place = place_of(path)
             template = None if codec.train_on_prompt else codec.template  # see to_record
-            row_format, rows = open_rows(read_rows(path, bar), place, flags, template)
-            file = File(path, row_format.format, row_format.keys, row_format.why)
+            row_format, rows = open_rows(read_rows(path, bar), f"{path}{place}", flags, template)
+            file = File(path, row_format.format, row_format.keys, row_format.why, place)
             stats.files.append(file)
             for chunk in iter(lambda rows=rows: list(itertools.islice(rows, ROWS_AT_A_TIME)), []):
                 file.rows += len(chunk)

@@ -26,6 +26,7 @@ class File:
     format: str
     keys: list[str]
     why: str
+    place: str = ":"  # what stands between its name and the number of a row
     rows: int = 0
     used: dict[str, int] = field(default_factory=Counter)  # optional key: rows with it
     unused: dict[str, int] = field(default_factory=Counter)  # key that is not read: rows with it
@@ -80,10 +81,8 @@ class Stats:
 
     def first(self, rows: LeftOut) -> str:
         """ "first FILE:row", or "first FILE, row N" in tables and arrays."""
-        from llm_demo.data.readers import place_of
-
-        path = self.files[rows.file].path
-        return f"first {path}{place_of(path)}{rows.row}"
+        file = self.files[rows.file]
+        return f"first {file.path}{file.place}{rows.row}"
 
     def lines(self, data: Rows, eos: str | None, folder: str) -> list[str]:
         """What the log says of these rows. eos: what ends an answer if the tokenizer has no chat

@@ -9,12 +9,12 @@ from llm_demo.data.codec import stop_tokens
 from llm_demo.data.packs import prompts_of
 from llm_demo.data.questions import question_reader
 from llm_demo.run.log import Log
-from llm_demo.run.plan import Plan
 
 
 @torch.no_grad()
-def show_answers(plan: Plan, micro_batch_size: int, next_tokens: Callable, log: Log) -> None:
-    """Print the model's answers to three prompts and the expected ones. next_tokens: as `ask` of
+def show_answers(plan, micro_batch_size: int, next_tokens: Callable, log: Log) -> None:
+    """Print the model's answers to three prompts and the expected ones. plan: of a run, see
+    run/plan.py. next_tokens: as `ask` of
     `generate`."""
     tokens, data, tokenizer = plan.sample_tokens, plan.data, plan.source.tokenizer
     seq_len = data.train.seq_len
