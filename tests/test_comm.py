@@ -32,13 +32,13 @@ assert dist.all_reduce is original
 dist.all_gather_object(everyone, operations)
 from llm_demo.core.mesh import World
 from llm_demo.core.timer import waiting
-from llm_demo.run.records import gather_numbers
-world = World(rank, 2, rank, torch.device("cpu"))
+from llm_demo.run.records import Gather
+gather = Gather(World(rank, 2, rank, torch.device("cpu")))
 for step in range(4):  # one rank's operations change
     some = {"a": (1.0, 6.0 if rank else 3.0)}
     if rank and step in (1, 2):
         some["b"] = (7.0, 8.0)
-    rows, waits = gather_numbers(world, [float(step), float(rank)], some)
+    rows, waits = gather.step([float(step), float(rank)], some)
     assert (rows, waits) == ([[step, 0], [step, 1]], [0, 3])
 found = ["FOUND", rank, busy, exposed, waiting(everyone)[rank]]
 sys.stdout.write(" ".join(map(str, [*found, sorted(operations, key=str)])) + "\\n")

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, args_with
-from test_attention import MI100, MI210, MI300, latent
+from test_attention import MI100, MI210, MI300
 from test_fsdp_pp import most_held
-from transformers import LlamaConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers import DeepseekV3Config, LlamaConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 from bench.presets import name_of
 from bench.run import PEERS
@@ -249,6 +249,12 @@ SMALL = dict(
     vocab_size=512, hidden_size=256, intermediate_size=512, num_attention_heads=4,
     num_key_value_heads=2, num_hidden_layers=2,
 )  # fmt: skip
+LATENT = DeepseekV3Config(  # a dense block and one with experts
+    vocab_size=64, hidden_size=256, intermediate_size=512, moe_intermediate_size=128,
+    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, n_routed_experts=8,
+    num_experts_per_tok=4, n_group=2, topk_group=1, kv_lora_rank=96, q_lora_rank=160,
+    qk_rope_head_dim=32, qk_nope_head_dim=64, v_head_dim=96, first_k_dense_replace=1,
+)  # fmt: skip
 MIXED = dict(SMALL, num_experts=8, num_experts_per_tok=4, moe_intermediate_size=128)
 
 
@@ -259,9 +265,7 @@ MIXED = dict(SMALL, num_experts=8, num_experts_per_tok=4, moe_intermediate_size=
         (EIGHT, 68_608, 107_732),
         (Qwen3MoeConfig(head_dim=64, **MIXED), 4736, 7970),
         (Qwen2MoeConfig(shared_expert_intermediate_size=384, **MIXED), 5760, 8959),
-        (latent(hidden_size=256, intermediate_size=512, moe_intermediate_size=128,
-                kv_lora_rank=96, q_lora_rank=160, qk_rope_head_dim=32, qk_nope_head_dim=64,
-                v_head_dim=96, num_experts_per_tok=4), 6688, 10_002),
+        (LATENT, 6688, 10_002),
         (load_config(ROOT / "models/qwen3.5-4b-like", 1024), 66_560, 156_966),
     ],
     ids=["llama", "qwen3", "qwen3_moe", "qwen2_moe", "deepseek", "qwen3_5"],

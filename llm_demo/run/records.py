@@ -74,7 +74,7 @@ class Records:
         self.max_steps = max_steps
         device = this_device(world.device.index or 0)
         self.peak = args.peak_tflops or peak_tflops(device, dtype)
-        self.history = History()
+        self.history, self.gather = History(), Gather(world)
         self.pending = None  # a logged step that is not read yet
         self.bad_steps = torch.zeros((), device=world.device)  # in a row, up to now
         self.warned = False
@@ -176,7 +176,7 @@ class Records:
         }
         loss, norm = numbers.pop("loss"), numbers.pop("norm")
         mine = [loss, numbers.pop("bad_steps"), *t.memory, t.busy, t.exposed, t.data]
-        ranks, wait = gather_numbers(self.world, mine, t.operations)
+        ranks, wait = self.gather.step(mine, t.operations)
         share, bad, memory, reserved, retries, busy, exposed, data = zip(*ranks, strict=True)
         steps, flops = t.counts["steps"], t.counts["flops"] / t.seconds / self.world.size
         comm = dict.fromkeys(TIMES)
@@ -290,17 +290,40 @@ def _kilo(n: float) -> str:
     return f"{n / 1e3:.1f}k" if n >= 1e3 else f"{n:.0f}"
 
 
-def gather_numbers(
-    world: World, mine: list[float], operations: dict
-) -> tuple[list[list[float]], list[float]]:
-    """(every rank's `mine`, each rank's `waiting` in ms). operations: this rank's {operation:
-    (start, end)}. Over the CPU, so nothing waits for the device."""
-    ranks = [(mine, operations)]
-    if world.size > 1:
-        ranks = [None] * world.size
-        dist.all_gather_object(ranks, (mine, operations))
-    numbers, operations_of_ranks = zip(*ranks, strict=True)
-    return list(numbers), waiting(operations_of_ranks)
+class Gather:
+    """Gathers each step's numbers on all ranks, over the CPU group, so nothing waits for the
+    device. One exchange of plain numbers a step: pickled ones cost several ms."""
+
+    def __init__(self, world: World):
+        self.world = world
+        self.names, self.all_names = None, [[]]  # of this rank's operations, and of all ranks'
+
+    def numbers(self, mine: list[float]) -> list[list[float]]:
+        """Every rank's list; all have the same length."""
+        send = torch.tensor(mine, dtype=torch.float64)
+        ranks = [torch.empty_like(send) for _ in range(self.world.size)]
+        dist.all_gather(ranks, send)
+        return [rank.tolist() for rank in ranks]
+
+    def step(self, mine: list[float], operations: dict) -> tuple[list[list[float]], list[float]]:
+        """(every rank's `mine`, each rank's `waiting` in ms). operations: this rank's {operation:
+        (start, end)}. Steps repeat operations, so names are exchanged only when they change."""
+        names = list(operations)
+        changed = names != self.names
+        times = [] if changed else [ms for span in operations.values() for ms in span]
+        longest = 2 * max(map(len, self.all_names))
+        padding = [0.0] * (longest - len(times))
+        ranks = self.numbers([changed, *mine, *times, *padding])
+        if any(rank[0] for rank in ranks):
+            self.names, self.all_names = names, [None] * self.world.size
+            dist.all_gather_object(self.all_names, names)
+            return self.step(mine, operations)
+        at = 1 + len(mine)
+        operations_of_ranks = []
+        for names_of_rank, rank in zip(self.all_names, ranks, strict=True):
+            spans = zip(rank[at::2], rank[at + 1 :: 2], strict=True)
+            operations_of_ranks.append(dict(zip(names_of_rank, spans, strict=False)))
+        return [rank[1:at] for rank in ranks], waiting(operations_of_ranks)
 
 
 def summarise(
