@@ -18,7 +18,7 @@ from transformers import DeepseekV3Config, LlamaConfig, Qwen2MoeConfig, Qwen3Moe
 
 from bench.presets import name_of
 from bench.run import PEERS
-from fsdp import activations_on_host, host_adamw, lowrank, pieces
+from fsdp import activations_on_host, host_adamw, pieces, powersgd
 from fsdp.by_memory import choose_spread, refuse_replicas
 from fsdp_pp import orders
 from llm_demo import memory
@@ -171,7 +171,7 @@ def test_moments_in_bf16_take_half():
 def test_constants_are_those_of_the_modules_that_they_describe():
     assert memory.INPUTS_KEPT == activations_on_host.STAY and memory.MLP_PIECE == pieces.PIECE
     assert memory.STREAMED == host_adamw.SLOTS * host_adamw.SLICE
-    assert memory.LOW_RANK_BATCH == lowrank.TOGETHER
+    assert memory.LOW_RANK_BATCH == powersgd.TOGETHER
 
 
 def test_a_frozen_8b_takes_two_bytes_a_weight():
