@@ -108,7 +108,7 @@ SLOW = [
 
 
 @pytest.mark.parametrize(
-    "name, count, network", [("fsdp", 2, on_loopback), *(slow(*case) for case in SLOW)]
+    "name, count, network", [slow(*case) for case in (("fsdp", 2, on_loopback), *SLOW)]
 )
 def test_a_node_dies_and_the_same_commands_go_on(name, count, network, tmp_path):
     """To the bits of one node with as many processes."""

@@ -479,6 +479,8 @@ def less_memory(args) -> str:
     ways = []
     if args.micro_batch_size > 1:
         ways.append(("micro_batch_size", "halve it, double grad_accum_steps"))
+    if args.dtype == "fp32":
+        ways.append(("dtype", "bf16"))
     for field in dataclasses.fields(args):
         advice = field.metadata["saves_memory"]
         if advice and getattr(args, field.name) == field.default:
