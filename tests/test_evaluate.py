@@ -116,6 +116,24 @@ def test_the_command_writes_a_table_and_json(folder, tmp_path, capsys):
     assert text.count("- expected: ") == 3 and "/tuned: " in text
 
 
+def test_all_models_get_rows_that_the_shortest_can_take(folder, tmp_path):
+    """Without --seq_len: the fewest positions of any."""
+    models = []
+    for positions in (256, 128):
+        copy = tmp_path / str(positions)
+        shutil.copytree(folder / "base", copy)
+        config = json.loads((copy / "config.json").read_text())
+        (copy / "config.json").write_text(
+            json.dumps(config | {"max_position_embeddings": positions})
+        )
+        models.append(str(copy))
+    flags = arguments(folder, "--out", tmp_path / "out", "--rows", "1", "--show", "0")
+    at = flags.index("--seq_len")
+    del flags[at : at + 2], flags[1:3]
+    evaluate.main([flags[0], *models, *flags[1:]])
+    assert json.loads((tmp_path / "out/evaluation.json").read_text())["seq_len"] == 128
+
+
 def test_the_date_that_a_template_prints(folder, tmp_path, capsys):
     shutil.copytree(folder / "base", tmp_path / "dated")
     template = tmp_path / "dated/chat_template.jinja"

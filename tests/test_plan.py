@@ -16,11 +16,12 @@ from transformers import MistralConfig, Qwen2Config
 
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import step_rows
+from llm_demo.model.costs import flops_of_slot, sizes_of
 from llm_demo.model.source import as_trained, load_config, window_of
 from llm_demo.options.lora import Lora
 from llm_demo.run.folder import settings_to_resume
 from llm_demo.run.job import best_of
-from llm_demo.run.plan import decide_seq_len, usual_lr
+from llm_demo.run.plan import Plan, decide_seq_len, usual_lr
 
 # ------------------------------------------------------------------ the cache
 
@@ -305,3 +306,17 @@ def test_a_disk_that_cannot_hold_the_checkpoints(tmp_path, alone, capsys, monkey
             alone(*flags, "--save_every", "2", *more)
     assert not (tmp_path / "run").exists()
     alone(*flags, "--no_save", "--dry_run")
+
+
+@pytest.mark.parametrize("active", [None, 1000])
+def test_the_flops_of_a_step_know_adapters(active):
+    """Frozen weights have no gradients."""
+    config = load_config(TINY, 64)
+    lora = active and SimpleNamespace(active=active)
+    train = SimpleNamespace(seq_len=64, attended=lambda rows: 32)
+    source = SimpleNamespace(config=config)
+    plan = SimpleNamespace(
+        compute=SimpleNamespace(lora=lora), data=SimpleNamespace(train=train), source=source
+    )
+    per_slot = flops_of_slot(sizes_of(config), 32, active)
+    assert Plan.flops_of(plan, np.zeros(4)) == 4 * 64 * per_slot
