@@ -166,7 +166,10 @@ def measure_ways(fitting: list, sizes: Sizes, ask, command_of: Callable) -> None
     out = Path(ask.out or ROOT / "runs" / f"fit-{Path(ask.model).name}").absolute()
     name = str(out / "rows")
     earlier = earlier_rows(name, row_of(ways[0], ask), ask.resume)
-    print(f"{counted(len(ways), 'kind')} of training fit, {ask.measure} will be measured")
+    print(
+        f"{counted(len(ways), 'kind')} of training fit, {ask.measure} will be measured at "
+        f"{ask.tokens_a_step:,} tokens a step"
+    )
     found, done, took = [], [], []
     for choice in ways:
         if len(done) == ask.measure:

@@ -314,7 +314,7 @@ def pipeline_settings(config, ask) -> Iterator[Settings]:
 def settings_to_measure(config, ask) -> Iterator[Settings]:
     """Those whose time the rough formula knows too little of to name them unmeasured: copies of the
     model, PowerSGD, fp8, the schedule v and ZeRO. Without the sizes of batches."""
-    hopper = is_sm(this_device(), 89) and ask.compute.compile and not is_mixture(config)
+    has_fp8 = is_sm(this_device(), 89) and ask.compute.compile and not is_mixture(config)
     for saving in savings(config, ask):
         if saving.activations_on_host:
             continue
@@ -328,7 +328,7 @@ def settings_to_measure(config, ask) -> Iterator[Settings]:
                 staged = replace(saving, engine="fsdp_pp", stages=stages, ranks=ranks, schedule="v")
                 if stages * 2 <= config.num_hidden_layers:
                     yield replace(staged, sharded=ranks > 1)
-        if hopper and not ask.lora_rank:
+        if has_fp8 and not ask.lora_rank:
             yield replace(saving, fp8="rowwise_gw")
         if ask.zero and importlib.util.find_spec("deepspeed") and not ask.lora_rank:
             for stage in (2, 3):

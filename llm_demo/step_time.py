@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from llm_demo.core.errors import UserError
 from llm_demo.machine.cards import (
     CPU_LINK,
     CPU_TFLOPS,
@@ -24,6 +23,7 @@ from llm_demo.machine.cards import (
 )
 from llm_demo.machine.device import links, peak_tflops, this_device
 from llm_demo.machine.files import cache_folder, hash_of, write_json
+from llm_demo.machine.text import blame
 from llm_demo.memory import Settings
 from llm_demo.model.costs import OVERHEAD, Sizes, flops_of_slot, state_bytes
 
@@ -71,11 +71,9 @@ def kept_speed(cards: int) -> dict:
     file = speed_file(cards)
     if not file.is_file():
         return {}
-    try:
+    with blame(f"{file}, which can be deleted"):
         speed = json.loads(file.read_text("utf-8"))
         return {name: float(speed[name]) for name in ("tflops", "bandwidth") if name in speed}
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{file} can't be read ({error}): delete it") from None
 
 
 def micro_batch_flops(sizes: Sizes, s: Settings) -> float:
