@@ -156,6 +156,9 @@ CONFIGS = {  # what is changed in adapter_config.json: what is said
     "lora_alpha nan are not": {"lora_alpha": float("nan")},
     'use_rslora "no" can\'t be': {"use_rslora": "no"},
     r"layers.0.* has shape \[6, \d+\], but rank 5 and this": {"r": 5},
+    "target_modules has v_proj, of which there is no factor": {
+        "target_modules": ["q_proj", "v_proj", "down_proj"]
+    },
 }
 TENSORS = {  # the same of adapter_model.safetensors
     "layers.1.self_attn.q_proj.lora_A.weight is missing": {f"{LAYER}.q_proj.lora_A.weight": None},

@@ -56,6 +56,7 @@ class Adapter(NamedTuple):
     rank: int
     alpha: float  # products are scaled by this / rank, with use_rslora too
     targets: frozenset[str]  # what has factors; of experts, the names of their fused matrices
+    listed: tuple[str, ...]  # the names that target_modules lists
     tensors: tuple[str, ...]  # names in the file
     base: str  # name of the base, "" if none is given
     made_for: str  # base_digest of it, "" unless this project's export has noted it
@@ -86,6 +87,8 @@ def open_adapter(name: str) -> Adapter:
         if config.get("use_rslora"):
             alpha *= math.sqrt(rank)
         experts = [ending(name) for name in config.get("target_parameters") or ()]
+        listed = config.get("target_modules")
+        listed = tuple(map(ending, listed)) if isinstance(listed, list) else ()
     tensors, metadata = header_of(folder)
     matches = [FACTOR.fullmatch(name) for name in tensors]
     ends = {match[1] for match in matches if match}
@@ -96,6 +99,7 @@ def open_adapter(name: str) -> Adapter:
         rank=rank,
         alpha=alpha,
         targets=frozenset(ends - {"experts"}),
+        listed=listed,
         tensors=tensors,
         base=config.get("base_model_name_or_path") or "",
         made_for=metadata.get(BASE, ""),

@@ -91,6 +91,11 @@ def start_of(adapter: Adapter, targets: str, config) -> tuple[dict, Callable]:
     shapes = matrices_in(config)
     names = list(dict.fromkeys(map(target_of, shapes)))
     here = [name for name in names if name in adapter.targets]
+    for name in adapter.listed:  # it would be left out in silence
+        if name in names and name not in here:
+            raise UserError(
+                f"{adapter.folder}: target_modules has {name}, of which there is no factor"
+            )
     wanted = factors_of({"rank": adapter.rank, "targets": here}, shapes)
     # PEFT may have had the whole model, of which this is the text part
     stored = {name.replace(TEXT_PREFIX, "model.", 1): name for name in adapter.tensors}
