@@ -21,7 +21,7 @@ from llm_demo.machine.cards import (
     SUSTAINED,
     TFLOPS,
 )
-from llm_demo.machine.device import links, peak_tflops, this_device
+from llm_demo.machine.device import links, other_than_nvlink, peak_tflops, this_device
 from llm_demo.machine.files import cache_folder, hash_of, write_json
 from llm_demo.machine.text import blame
 from llm_demo.memory import Settings
@@ -45,7 +45,7 @@ def speed_of(card: str | None, dtype) -> tuple[float, float]:
     peak = peak_tflops(device, dtype)
     linked = card in LINKED
     if card == "here":
-        linked = bool(links()) and links()[0].startswith("NV")
+        linked = not other_than_nvlink()
     return SUSTAINED * peak if peak else TFLOPS, NVLINK if linked else PCIE
 
 
