@@ -136,7 +136,7 @@ def test_what_cannot_be_talked_to_is_one_line(tmp_path, monkeypatch, capsys):
         ([tmp_path / "lost"], "no model at ~nobody-here/x"),
         (
             [tmp_path / "lost", "--base", tmp_path / "good"],
-            "x is not a weight of this model|missing",
+            "target_modules has q_proj, of which there is no factor",
         ),
         ([tmp_path / "good", "--base", tiny], "--base: .*good is no adapter"),
         ([tmp_path / "good", "--chat_template", tmp_path / "refuses.jinja"], "conversation: No."),
