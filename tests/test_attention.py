@@ -56,29 +56,33 @@ def boundaries(lengths=LENGTHS, max_docs=6):
     return cu
 
 
-def each_alone(q, k, v, scaling):
-    """Attention over each of the documents LENGTHS, by its definition: [B, S, H, width of v]."""
+def each_alone(q, k, v, scaling, lengths=LENGTHS, window=S):
+    """Attention over each of the documents, by its definition: [B, S, H, width of v]."""
     expected = torch.zeros(B, S, q.shape[1], v.shape[-1], dtype=q.dtype)
-    for b, lengths in enumerate(LENGTHS):
+    for b, of_row in enumerate(lengths):
         start = 0
-        for n in lengths:
+        for n in of_row:
             one = slice(start, start + n)
             groups = q.shape[1] // k.shape[1]
             keys, values = (x[b, :, one].repeat_interleave(groups, 0) for x in (k, v))
             scores = q[b, :, one] @ keys.transpose(1, 2) * scaling
-            scores = scores.masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), -torch.inf)
+            before = torch.arange(n)[:, None] - torch.arange(n)  # tokens from a query to a key
+            scores = scores.masked_fill((before < 0) | (before >= window), -torch.inf)
             expected[b, one] = (scores.softmax(-1) @ values).transpose(0, 1)
             start += n
     return expected
 
 
-def assert_equals_each_alone(impl, values, long=None, dtype=torch.float64, rtol=1e-9, atol=1e-12):
+def assert_equals_each_alone(
+    impl, values, long=None, dtype=torch.float64, rtol=1e-9, atol=1e-12, lengths=LENGTHS, window=S
+):
     """Output and gradients of a backend. values: width of a value; queries and keys have 16."""
     torch.manual_seed(0)
     shapes = (4, 16), (2, 16), (2, values)
     qkv = [torch.randn(B, n, S, width, dtype=dtype, requires_grad=True) for n, width in shapes]
-    documents = make_documents(boundaries(), (B, S), impl, torch.device("cpu"), long)
-    outs = BACKENDS[impl](*qkv, documents, 0.3), each_alone(*qkv, 0.3)
+    documents = make_documents(boundaries(lengths), (B, S), impl, torch.device("cpu"), long)
+    how = {"scaling": 0.3, "window": None if window == S else window}
+    outs = BACKENDS[impl](*qkv, documents, **how), each_alone(*qkv, 0.3, lengths, window)
     up = torch.randn_like(outs[1])
     found, expected = ([out, *torch.autograd.grad(out, qkv, up)] for out in outs)
     for a, e in zip(found, expected, strict=True):
@@ -94,18 +98,21 @@ def test_equals_attention_over_each_document_alone(impl):
 def on_a_cpu(monkeypatch):
     """varlen_attn and flash_attn_varlen_func for CPUs, as strict about widths as their kernels."""
 
-    def kernel(q, k, v, cu, cu_k, max_q, max_k, softmax_scale, causal):
-        assert q.shape[-1] == k.shape[-1] == v.shape[-1] and causal
+    def kernel(q, k, v, cu, cu_k, max_q, max_k, softmax_scale, causal, window_size):
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1] and causal and window_size[1] == 0
         out = []
         for start, end in zip(cu.tolist(), cu.tolist()[1:], strict=False):
             one = (x[start:end].transpose(0, 1) for x in (q, k, v))
+            mask = torch.ones(end - start, end - start, dtype=torch.bool).tril()
+            if window_size[0] >= 0:  # keys to the left of a query's own
+                mask = mask.triu(-window_size[0])
             out.append(F.scaled_dot_product_attention(
-                *one, is_causal=True, scale=softmax_scale, enable_gqa=True
+                *one, attn_mask=mask, scale=softmax_scale, enable_gqa=True
             ).transpose(0, 1))  # fmt: skip
         return torch.cat(out)
 
-    def varlen(*args, scale=None):
-        return kernel(*args, scale, True)
+    def varlen(*args, scale=None, window_size=(-1, 0)):
+        return kernel(*args, scale, True, window_size)
 
     flash = SimpleNamespace(flash_attn_varlen_func=kernel)
     monkeypatch.setitem(sys.modules, "flash_attn", flash)
@@ -116,8 +123,18 @@ def on_a_cpu(monkeypatch):
 @pytest.mark.parametrize("values", [8, 16, 24])
 @pytest.mark.parametrize("impl", [*ON_CPU, "varlen", "flash_attn"])
 def test_values_of_another_width(impl, values, on_a_cpu):
-    for _ in range(2):
-        assert_equals_each_alone(impl, values)
+    for window in (S, 16):
+        assert_equals_each_alone(impl, values, window=window)
+
+
+# in each a document of more tokens than a window of 16, or of 64 and more, which are blocks
+WINDOWED = [[15, 16, 17, 80], [128], [64, 64], [1, 127]]
+
+
+@pytest.mark.parametrize("window", [1, 15, 16, 17, 63, 64, 65, 127])
+@pytest.mark.parametrize("impl", [*ON_CPU, "varlen", "flash_attn"])
+def test_windows_equal_attention_over_each_document_alone(impl, window, on_a_cpu):
+    assert_equals_each_alone(impl, 16, lengths=WINDOWED, window=window)
 
 
 def test_full_rows_with_values_of_another_width():
@@ -199,21 +216,35 @@ def test_full_rows_are_not_copied():
     assert documents.buckets is None
 
 
-def compare(impl, dtype, heads, device="cpu"):
-    return max(probes.attention_errors(impl, dtype, heads, device).values())
+def compare(impl, dtype, heads, device="cpu", window=None):
+    return max(probes.attention_errors(impl, dtype, heads, device, window=window).values())
 
 
-@pytest.mark.parametrize("impl", ON_CPU)
+@pytest.mark.parametrize("impl", ["sdpa", *ON_CPU])
 def test_comparison_used_by_the_probe(impl):
     for heads in (HEADS, (4, 4, 24, 16), (4, 4, 16, 24)):
-        assert compare(impl, torch.float32, heads, "cpu") < 1e-5
+        for window in (None, 16):
+            assert compare(impl, torch.float32, heads, window=window) < 1e-5
+
+
+@pytest.mark.parametrize("off", [-1, 0, 1])
+def test_the_probe_sees_a_window_of_one_token_more_or_less(off, monkeypatch):
+    def wrong(q, k, v, documents, scaling, window, right=BACKENDS["bucketed"]):
+        tried.append(window)
+        return right(q, k, v, documents, scaling, window=window and window + off)
+
+    tried, heads = [], map(str, (16, 8, 128, 128))
+    monkeypatch.setitem(BACKENDS, "bucketed", wrong)
+    found = probes.attention("bf16", "bucketed", *heads, "2047", device="cpu")
+    assert tried == [None, 31]
+    assert found is None if off == 0 else "off by" in found and "a window of 31 tokens" in found
 
 
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 def test_the_probe_sees_one_wrong_gradient(which, monkeypatch):
     """The output is right, and so are the other two gradients."""
 
-    def wrong(q, k, v, documents, scaling, right=BACKENDS["bucketed"]):
+    def wrong(q, k, v, documents, scaling, window, right=BACKENDS["bucketed"]):
         given = {"q": q, "k": k, "v": v}
         given[which] = given[which].clone()
         given[which].register_hook(lambda grad: 1.25 * grad)
@@ -251,18 +282,24 @@ def only_math_works(name, dtype, impl, *heads, **more):
     return None if "math" in impl else "crashed"
 
 
+def only_whole_documents_work(name, dtype, impl, *numbers, **more):
+    return "wrong" if impl == "varlen" and numbers[len(HEADS) :] == (512,) else None
+
+
 def cudnn_is_wrong(name, dtype, impl, *heads, **more):
     return "wrong" if impl == "varlen_cudnn" else None
 
 
 def pick(
     device, dtype=torch.bfloat16, asked="auto", ask=works, flash=False, varlen=True, single=False,
-    longest=1024,
+    longest=1024, window=None,
 ):  # fmt: skip
     packages = {"flash_attn": flash, "torch.nn.attention.varlen": varlen}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choices.importlib.util, "find_spec", lambda n: packages[n] or None)
-        return choose_attention(asked, device, dtype, HEADS, single, longest, probe=ask)
+        return choose_attention(
+            asked, device, dtype, HEADS, single, longest, probe=ask, window=window
+        )
 
 
 @pytest.mark.parametrize(
@@ -292,6 +329,10 @@ def pick(
         (CPU, {"dtype": torch.float32}, "bucketed", "varlen: has no CPU kernel"),
         (H100, {"ask": only_math_works}, "bucketed_math",
          "bucketed: crashed"),
+        (H100, {"single": True, "window": 512}, "varlen", "sdpa: with a sliding window it"),
+        (H100, {"longest": 4096, "window": 512}, "varlen_cudnn", "sdpa: rows hold several"),
+        (H100, {"ask": only_whole_documents_work}, "varlen", "sdpa: rows hold several"),
+        (H100, {"ask": only_whole_documents_work, "window": 512}, "bucketed", "varlen: wrong"),
     ],
 )  # fmt: skip
 def test_auto_choice_and_reasons(device, options, chosen, reason):
@@ -389,13 +430,11 @@ def test_what_backends_cannot_compute_is_refused():
     attend = functools.partial(attention.attend, "math", None, q, q, q, None)
     attend = functools.partial(attend, scaling=1.0, documents=documents)
     for extra, message in (
-        ({"sliding_window": 64}, "last 64 tokens"),
         ({"softcap": 30.0}, "softcap"),
         ({"dropout": 0.1}, "attention_dropout"),
     ):
         with pytest.raises(UserError, match=message):
             attend(**extra)
-    attend(sliding_window=S)
 
 
 @pytest.mark.gpu
@@ -404,9 +443,12 @@ def test_what_backends_cannot_compute_is_refused():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("heads", [(16, 8, 128, 128), (16, 16, 192, 128)], ids=["", "latent"])
 def test_backends_on_this_gpu(impl, dtype, heads):
+    """Windows that a document of 100 tokens is one shorter and longer than, and one of 250 five
+    times as long, beside those that `sdpa` has: rows of 256."""
     device = this_device()
-    if problem := choices.why_not(impl, device, dtype, single=True):
+    if problem := choices.why_not(impl, device, dtype, single=True, window=16):
         pytest.skip(problem)
-    assert probes.try_once("attention", dtype_name(dtype), impl, *heads) is None
+    assert probes.try_once("attention", dtype_name(dtype), impl, *heads, 2047) is None
     bound = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 1e-5}[dtype]
-    assert compare(impl, dtype, heads, "cuda") < bound
+    for window in (None, 1, 50, 99, 100, 101, 128, 255):
+        assert compare(impl, dtype, heads, "cuda", window) < bound, window

@@ -115,7 +115,7 @@ def folder(tmp_path_factory):
         "huge/config.json": change(
             TINY / "config.json", hidden_size=1 << 17, intermediate_size=1 << 20
         ),
-        "window/config.json": json.dumps(WINDOW),
+        "no window/config.json": change(WINDOW, sliding_window=0),
         "trained/config.json": json.dumps(WINDOW),
         "one block/config.json": json.dumps(one_block),
         "odd/config.json": change(ROOT / "models/qwen3-moe-tiny/config.json", num_experts=3),
@@ -201,7 +201,7 @@ BAD = [
     ("fsdp", f"{MODEL} 'finished run'", "finished run is the folder of a run, not a model"),
     ("fsdp", f"{MODEL} pipe", "no model at pipe"),
     ("pp", f"{MODEL} ./{LONG}", "n/cmd.sh: File name too long"),
-    ("fsdp pp", f"{MODEL} window {SHORT}", "last 8 tokens only"),
+    ("fsdp pp", f"{MODEL} 'no window' {SHORT}", "sliding_window 0 is not a positive number"),
     (ALL, f"{MODEL} 'not finite' {SHORT} --dry_run", "not finite: lm_head.weight is not finite"),
     ("fsdp", f"{MODEL} 'no scales' {SHORT} {NO_DATA}",
      f"no scales: {DOWN} is in fp8, but {DOWN}_scale_inv is missing"),

@@ -28,7 +28,6 @@ from llm_demo.core.errors import UserError
 from llm_demo.model.check_config import problems_of
 from llm_demo.model.costs import parameters_of, refuse_shares
 from llm_demo.model.model_folder import describe_for_version_4, open_model
-from llm_demo.model.source import as_trained, window_of
 from llm_demo.run.export_run import export
 
 IDS = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)
@@ -54,10 +53,10 @@ MODELS = {
     "glm4": Glm4Config(attention_bias=False, **IDS, **SIZES),
     "phi3": Phi3Config(resid_pdrop=0.3, **IDS, **PHI),
     "phi3_long": Phi3Config(rope_parameters=LONG, tie_word_embeddings=True,
-                            original_max_position_embeddings=24, sliding_window=96, **IDS, **PHI),
-    "olmo3": Olmo3Config(layer_types=LAYERS, sliding_window=96, rope_parameters=ROPES, **IDS,
+                            original_max_position_embeddings=24, sliding_window=20, **IDS, **PHI),
+    "olmo3": Olmo3Config(layer_types=LAYERS, sliding_window=20, rope_parameters=ROPES, **IDS,
                          **SIZES),
-    "gemma3": Gemma3TextConfig(layer_types=LAYERS, sliding_window=96, query_pre_attn_scalar=40,
+    "gemma3": Gemma3TextConfig(layer_types=LAYERS, sliding_window=20, query_pre_attn_scalar=40,
                                rope_parameters=ROPES, **IDS, **SIZES),
 }  # fmt: skip
 ALONE = ("glm", "phi3", "olmo3")  # trained by one process, the others by two
@@ -137,24 +136,14 @@ def test_parameters_and_files(name, work):
     assert parameters_of(config) == matrices
 
 
-def test_a_window_goes_and_rotary_bases_stay():
-    for name in ("olmo3", "gemma3"):
-        config = copy.deepcopy(MODELS[name])
-        with pytest.raises(UserError, match="--seq_len 96"):
-            as_trained(config, 97)
-        found = as_trained(config, 96)
-        assert window_of(found) is None and found.layer_types == LAYERS
-        assert window_of(config) == 96
-
-
-def test_a_window_is_left_out_in_training_only(work, tmp_path, alone):  # noqa: F811
+def test_a_window_is_exported(work, tmp_path, alone):  # noqa: F811
     folder = work[0]
     flags = ["--model_name_or_path", folder / "olmo3", "--seq_len", "64", "--max_steps", "1"]
     data = ["--train_json", folder / "data.jsonl", "--eval_json", "none", "--output_dir", "run"]
     alone(*flags, *data, "--export", "fp32")
     for part in ("model", "hf"):
         written = json.loads((tmp_path / f"run/{part}/config.json").read_text())
-        assert written["sliding_window"] == 96 and written["layer_types"] == LAYERS
+        assert written["sliding_window"] == 20 and written["layer_types"] == LAYERS
 
 
 WRONG = [
@@ -163,6 +152,10 @@ WRONG = [
     ("gemma3", {"use_bidirectional_attention": True}, "attention True is not supported: attention"),
     ("smollm3", {"is_causal": False}, "is_causal False is not supported: attention is causal"),
     ("gemma3", {"sliding_window": None}, "sliding_attention, but sliding_window is not set"),
+    ("gemma3", {"sliding_window": 0}, "sliding_window 0 is not a positive number of tokens"),
+    ("phi3_long", {"sliding_window": -1}, "sliding_window -1 is not a positive number of tokens"),
+    ("phi3_long", {"layer_types": LAYERS}, "phi3 uses sliding_window in every layer"),
+    ("smollm3", {"layer_types": LAYERS, "sliding_window": 8}, "but use_sliding_window is false"),
     ("smollm3", {"layer_types": ["chunked_attention"] * 4}, "chunked_attention is not supported"),
     ("smollm3", {"layer_types": ["linear_attention"] * 4}, "linear_attention is not supported"),
     ("granite", {"logits_scaling": 0.0}, "logits_scaling 0.0 is not a positive number"),

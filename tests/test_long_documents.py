@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from test_attention import LENGTHS, B, S, assert_equals_each_alone, boundaries
+from test_attention import LENGTHS, WINDOWED, B, S, assert_equals_each_alone, boundaries
 from torch.distributed.utils import _to_kwargs
 
 from llm_demo.core.attention import BACKENDS, make_documents
@@ -37,18 +37,26 @@ def long_documents_on_a_cpu(monkeypatch):
     def alone(*tensors):
         return [x.transpose(0, 1)[None] for x in tensors]
 
-    def forward_of_short(q, k, v, cu, longest, scale):
+    def band(at, window):
+        n = at.stop - at.start
+        mask = torch.ones(n, n, dtype=torch.bool).tril().triu(1 - (window or n))
+        return torch.zeros(n, n).masked_fill(~mask, -torch.inf)
+
+    def forward_of_short(q, k, v, cu, longest, scale, window):
         calls.append(len(cu) - 1)
-        found = [forward(*alone(q[at], k[at], v[at]), 0.0, True, scale=scale)
-                 for at in each(cu, longest)]  # fmt: skip
+        found = [
+            forward(*alone(q[at], k[at], v[at]), attn_mask=band(at, window), scale=scale)
+            for at in each(cu, longest)
+        ]
         return torch.cat([o[0].transpose(0, 1) for o, _ in found]), torch.cat(
             [sums[0] for _, sums in found], 1
         )
 
-    def backward_of_short(grad, q, k, v, out, sums, cu, longest, scale):
+    def backward_of_short(grad, q, k, v, out, sums, cu, longest, scale, window):
         found = [
             backward(*alone(*(x[at] for x in (grad, q, k, v, out))),
-                     sums[None, :, at].contiguous(), 0.0, True, scale=scale)
+                     sums[None, :, at].contiguous(), 0.0, False,
+                     attn_mask=band(at, window), scale=scale)
             for at in each(cu, longest)
         ]  # fmt: skip
         return [torch.cat([x[0].transpose(0, 1) for x in of]) for of in zip(*found, strict=True)]
@@ -72,14 +80,31 @@ def test_long_documents_one_by_one(values, long, calls, long_documents_on_a_cpu)
     assert long_documents_on_a_cpu == calls
 
 
+@pytest.mark.parametrize(
+    "window, calls",
+    [  # of documents of 15, 16, 17, 80 tokens, 128, 64 and 64, 1 and 127: shorter ones stay alone
+        (15, ["one", 23]),
+        (16, ["one", "one", 22]),
+        (17, ["one", "one", "one", 21]),
+        (79, ["one", "one", "one", 2, "one", "one", 17]),
+        (80, ["one", "one", "one", "one", 1, "one", "one", 17]),
+    ],
+)
+def test_long_documents_with_a_window_are_no_longer_than_it(window, calls, long_documents_on_a_cpu):
+    assert_equals_each_alone("varlen_cudnn", 16, 15, torch.float32, 1e-5, 3e-6, WINDOWED, window)
+    assert long_documents_on_a_cpu == calls
+
+
 def test_long_documents_are_one_operator(long_documents_on_a_cpu):
     """Known to the compiler with its shapes and gradients, whatever the lengths of documents."""
     q, k, v = (torch.randn(B * S, n, 16, requires_grad=True) for n in (4, 2, 2))
     cu = boundaries()
-    torch.library.opcheck(long_documents.attend_documents, (q, k, v, cu, cu, 64, 0.3))
+    for window in (None, 30):
+        arguments = q, k, v, cu, cu, 64, 0.3, window
+        torch.library.opcheck(long_documents.attend_documents, arguments)
 
     def attend(q, k, v, documents):
-        return BACKENDS["varlen_cudnn"](q, k, v, documents, 0.3)
+        return BACKENDS["varlen_cudnn"](q, k, v, documents, 0.3, 30)
 
     graphs = []
 

@@ -12,12 +12,12 @@ import pytest
 from conftest import TINY, logged, run_alone, script_of
 from test_rows import load
 from tiny_tokenizer import write
-from transformers import MistralConfig, Qwen2Config
+from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import step_rows
-from llm_demo.model.costs import flops_of_slot, sizes_of
-from llm_demo.model.source import as_trained, load_config, window_of
+from llm_demo.model.costs import flops_of_slot, sizes_of, windows_of
+from llm_demo.model.source import load_config
 from llm_demo.options.lora import Lora
 from llm_demo.run.folder import settings_to_resume
 from llm_demo.run.job import best_of
@@ -98,23 +98,18 @@ def test_the_usual_learning_rate_and_most_passes():
     assert usual_lr(False, None) == (1e-3, 100)
 
 
-def test_a_window_is_refused_if_a_document_is_longer(tmp_path, alone):
-    """And before the run's folder is touched; else it trains as a model without a window."""
-    write(tmp_path / "x.jsonl", *[{"text": f"word {i} " * 4} for i in range(20)])
-    for name, window in (("window", 32), ("none", None)):
+def test_a_window_matters_from_the_first_longer_document_on(tmp_path, alone):
+    """And the default length of rows does not depend on it."""
+    write(tmp_path / "x.jsonl", {"text": "word " * 31})  # the last of 33 tokens that predict one
+    for name, window in (("shorter", 32), ("window", 64), ("none", None)):  # sees all of them
         MistralConfig(sliding_window=window, **SIZES).save_pretrained(tmp_path / name)
-    flags = ["--train_json", "x.jsonl", "--seq_len", "64", "--max_steps", "2", "--no_save"]
+    flags = ["--train_json", "x.jsonl", "--max_steps", "2", "--no_save"]
     flags += ["--tokenizer_name_or_path", TINY]
-    for name in ("none", "window"):
+    for name in ("none", "window", "shorter"):
         alone(*flags, "--model_name_or_path", name, "--output_dir", f"run {name}")
-    assert losses(tmp_path / "run window") == losses(tmp_path / "run none")
-    write(tmp_path / "x.jsonl", {"text": "word " * 40})
-    flags += ["--model_name_or_path", "window", "--output_dir", "run window", "--overwrite"]
-    for more in ([], ["--dry_run"]):
-        with pytest.raises(UserError, match="the last 32 tokens only, but the longest document"):
-            alone(*flags, *more)
-    assert len(losses(tmp_path / "run window")) == 2
-    alone(*flags, "--seq_len", "0", "--dry_run")  # the default is no longer than the window
+    none, same, other = (losses(tmp_path / f"run {n}") for n in ("none", "window", "shorter"))
+    assert none == same != other
+    assert "seq_len: 128 " in (tmp_path / "run shorter/train.log").read_text()
 
 
 def test_a_run_trains_rows_in_the_order_of_its_flags(tmp_path, alone):
@@ -158,17 +153,20 @@ def test_a_run_trains_rows_in_the_order_of_its_flags(tmp_path, alone):
 
 def test_which_windows_are_used(tmp_path):
     qwen = dict(sliding_window=16, max_window_layers=1, **SIZES)
-    for config, window in (
-        (Qwen2Config(use_sliding_window=False, **qwen), None),
-        (Qwen2Config(use_sliding_window=True, **qwen), 16),
-        (MistralConfig(sliding_window=16, **SIZES), 16),
-        (MistralConfig(sliding_window=None, **SIZES), None),
+    for config, windows in (
+        (Qwen2Config(use_sliding_window=False, **qwen), [None, None]),
+        (Qwen2Config(use_sliding_window=True, **qwen), [None, 16]),
+        (MistralConfig(sliding_window=16, **SIZES), [16, 16]),
+        (MistralConfig(sliding_window=None, **SIZES), [None, None]),
+        (LlamaConfig(sliding_window=16, **SIZES), [None, None]),  # of which it knows nothing
     ):
         config.save_pretrained(tmp_path)
         config = load_config(tmp_path, 64)
-        assert window_of(config) == window
-        assert window_of(as_trained(config, 16)) is None
-        assert json.loads((tmp_path / "config.json").read_text()).get("sliding_window") == window
+        assert windows_of(config) == windows
+        blocks = sizes_of(config).blocks
+        for block, window in zip(blocks, windows, strict=True):
+            assert block.flops(15) < block.flops(16)
+            assert (block.flops(17) == block.flops(16)) == (window is not None)
 
 
 def test_a_run_goes_on_with_its_seq_len(tmp_path):

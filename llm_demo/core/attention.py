@@ -11,6 +11,9 @@ layout; Hugging Face models pass it to `attend` as a keyword argument, so no mod
                    scatter back: any SDPA backend, fused if there is a kernel
     bucketed_math  the same without fused kernels, for GPUs that have none
     math           SDPA with a block-diagonal mask: slow and simple, the others' reference
+
+With a sliding window of n tokens, a token attends to the last n, itself included. Kernels that know
+no windows compute longer documents in blocks, each of which sees itself and the one before it.
 """
 
 import functools
@@ -160,40 +163,77 @@ FASTEST_FIRST = [
 ]
 
 
-def _causal(q, k, v, scaling: float):
-    """SDPA over whole rows: q [B, H, S, D], v [B, KV, S, E] -> [B, S, H, E]."""
-    groups = q.shape[1] // k.shape[1]
-    if groups > 1 and q.dtype == torch.float32 and q.is_cuda:
-        # the only fused fp32 kernel has no GQA: without this, math would store all scores
+def _causal(q, k, v, scaling: float, window: int | None = None):
+    """SDPA of the last n tokens of rows, q [B, H, n, D], with all of them, k [B, KV, S, D], v [B,
+    KV, S, E] -> [B, n, H, E]. n is S unless a window is shorter than the row."""
+    groups, mask = q.shape[1] // k.shape[1], None
+    if window is not None and window < k.shape[2]:
+        mask = _band(queries=q.shape[2], keys=k.shape[2], window=window, device=q.device)
+    if groups > 1 and q.is_cuda and (q.dtype == torch.float32 or mask is not None):
+        # the only fused kernel for fp32 or a mask has no GQA: without this, math would store all
+        # scores
         k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
-    gqa = groups > 1
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=groups > 1
+    )
     return out.transpose(1, 2)
 
 
-def _sdpa(q, k, v, documents: Documents, scaling: float):
+def _band(queries: int, keys: int, window: int, device) -> torch.Tensor:
+    """Which of so many keys each of the last tokens, the queries, attends to: bool [queries,
+    keys]."""
+    before = keys - queries
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=device)
+    return mask.tril(before).triu(before - window + 1)
+
+
+def _whole_rows(q, k, v, scaling: float, window: int | None):
+    """Causal SDPA of rows, q [B, H, S, D], k [B, KV, S, D], v [B, KV, S, E] -> [B, S, H, E]. Rows
+    longer than the window are cut into blocks of at least so many tokens, so that scores and masks
+    grow with S, not with its square."""
+    S = q.shape[2]
+    if window is None or S <= window:
+        return _causal(q, k, v, scaling=scaling)
+    banded = functools.partial(_causal, scaling=scaling, window=window)
+    block = -(-window // PADDED_TO) * PADDED_TO
+    n, rest = divmod(S, block)
+    parts = [banded(q[:, :, :block], k[:, :, :block], v[:, :, :block])]
+    if n > 1:  # all others that are whole at once, each with the keys of the one before it
+        blocks = (x[:, :, : n * block].unflatten(2, (n, block)) for x in (q, k, v))
+        queries, *others = (x.transpose(1, 2) for x in blocks)  # [B, n, heads, block, width]
+        keys, values = (torch.cat([x[:, :-1], x[:, 1:]], 3).flatten(0, 1) for x in others)
+        found = banded(queries[:, 1:].flatten(0, 1), keys, values)
+        parts.append(found.unflatten(0, (-1, n - 1)).flatten(1, 2))
+    if n and rest:
+        start = S - rest - block
+        parts.append(banded(q[:, :, S - rest :], k[:, :, start:], v[:, :, start:]))
+    return torch.cat(parts, 1)
+
+
+def _sdpa(q, k, v, documents: Documents, scaling: float, window: int | None = None):
     with sdpa_kernel(FASTEST_FIRST, set_priority=True):
-        return _causal(q, k, v, scaling)
+        return _whole_rows(q, k, v, scaling=scaling, window=window)
 
 
-def _bucketed(q, k, v, documents: Documents, scaling: float):
+def _bucketed(q, k, v, documents: Documents, scaling: float, window: int | None = None):
     def causal(*rows):
-        return _causal(*(x.transpose(1, 2) for x in rows), scaling)
+        q, k, v = (x.transpose(1, 2) for x in rows)
+        return _whole_rows(q, k, v, scaling=scaling, window=window)
 
     return documents.by_bucket(causal, *(x.transpose(1, 2) for x in (q, k, v)))
 
 
-def _bucketed_math(q, k, v, documents, scaling):
+def _bucketed_math(q, k, v, documents, scaling, window=None):
     with sdpa_kernel(SDPBackend.MATH):
-        return _bucketed(q, k, v, documents, scaling)
+        return _bucketed(q, k, v, documents, scaling=scaling, window=window)
 
 
-def _math(q, k, v, documents, scaling):
-    gqa = q.shape[1] != k.shape[1]
+def _math(q, k, v, documents, scaling, window=None):
+    gqa, mask, S = q.shape[1] != k.shape[1], documents.mask, q.shape[2]
+    if window is not None:
+        mask = mask & _band(queries=S, keys=S, window=window, device=q.device)
     with sdpa_kernel(SDPBackend.MATH):
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=documents.mask, scale=scaling, enable_gqa=gqa
-        )
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=gqa)
     return out.transpose(1, 2)
 
 
@@ -202,7 +242,7 @@ def of_stream(backend):
     of one width: added zeros change no score, and of the output they are cut."""
 
     @functools.wraps(backend)
-    def padded(q, k, v, documents, scaling):
+    def padded(q, k, v, documents, scaling, window=None):
         (B, _, S, D), E = q.shape, v.shape[-1]
         lacks = {D: max(0, E - D), E: max(0, D - E)}  # padding by 0 would copy
         lengthened = []
@@ -211,14 +251,14 @@ def of_stream(backend):
             lengthened.append(F.pad(x, (0, n)) if n else x)
         q, k, v = lengthened
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-        out = backend(q, k, v, documents, scaling).unflatten(0, (B, S))
+        out = backend(q, k, v, documents, scaling=scaling, window=window).unflatten(0, (B, S))
         return out[..., :E] if E < D else out
 
     return padded
 
 
 @of_stream
-def _varlen(q, k, v, documents, scaling):
+def _varlen(q, k, v, documents, scaling, window):
     call, groups, scales = _torch_varlen()
     _, H, D = q.shape
     if not groups and H != k.shape[1]:
@@ -229,6 +269,8 @@ def _varlen(q, k, v, documents, scaling):
     extra = {"scale": scaling} if scales else {}
     if groups == "flag":
         extra["enable_gqa"] = H != k.shape[1]
+    if window is not None:
+        extra["window_size"] = window - 1, 0
     return call(q, k, v, cu, cu, n, n, **extra)
 
 
@@ -245,21 +287,30 @@ def _torch_varlen():
     return functools.partial(varlen_attn, **causal), groups, "scale" in has
 
 
+def varlen_has_windows() -> bool:
+    """Whether this PyTorch's varlen_attn takes one."""
+    return "window_size" in _torch_varlen()[0].keywords
+
+
 @of_stream
-def _varlen_cudnn(q, k, v, documents, scaling):
+def _varlen_cudnn(q, k, v, documents, scaling, window):
     # an operator of options/long_documents.py, which whoever chooses this backend imports
+    on_host, long = documents.boundaries.tensor, documents.long
     out, _ = torch.ops.llm_demo.attend_documents(
-        q, k, v, documents.cu_seqlens, documents.boundaries.tensor, documents.long, scaling
+        q, k, v, documents.cu_seqlens, on_host, long, scaling, window
     )
     return out
 
 
 @of_stream
-def _flash_attn(q, k, v, documents, scaling):
+def _flash_attn(q, k, v, documents, scaling, window):
     from flash_attn import flash_attn_varlen_func
 
     cu, n = documents.cu_seqlens, documents.max_len
-    return flash_attn_varlen_func(q, k, v, cu, cu, n, n, softmax_scale=scaling, causal=True)
+    band = (-1 if window is None else window - 1), 0  # keys to the left and right of a query's own
+    return flash_attn_varlen_func(
+        q, k, v, cu, cu, n, n, softmax_scale=scaling, causal=True, window_size=band
+    )
 
 
 BACKENDS = {
@@ -286,13 +337,11 @@ def attend(impl: str, module, q, k, v, attention_mask, *, scaling, documents=Non
             raise UserError(f"this model's attention uses {name}, which is not supported")
     if kwargs.get("dropout"):
         raise UserError("attention_dropout above 0 is not supported: set it to 0 in config.json")
-    window = kwargs.get("sliding_window")
-    if window is not None and documents.max_len > window:
-        raise UserError(
-            f"this model attends to the last {window} tokens only, but --seq_len is "
-            f"{documents.max_len}: sliding windows are not supported, so set --seq_len {window}"
-        )
-    return BACKENDS[impl](q, k, v, documents, scaling), None
+    # Qwen2-MoE's attention has the window only as an attribute
+    window = kwargs.get("sliding_window", getattr(module, "sliding_window", None))
+    if window is not None and documents.max_len <= window:
+        window = None
+    return BACKENDS[impl](q, k, v, documents, scaling=scaling, window=window), None
 
 
 # ---------------------------------------------------------------- rotary embeddings

@@ -113,12 +113,18 @@ def fault_of(errors: dict[str, float], bound: float) -> str | None:
 
 
 def attention_errors(
-    impl: str, dtype: torch.dtype, heads: tuple, device: str, fused: bool = False
+    impl: str,
+    dtype: torch.dtype,
+    heads: tuple,
+    device: str,
+    fused: bool = False,
+    window: int | None = None,
 ) -> dict[str, float]:
     """Of a backend of attention against math in fp32, in parts of the largest value.
 
     heads: as costs.Heads. fused: without SDPA's math kernel, which it takes silently if it refuses
-    the fused ones. Raises RuntimeError if it refuses them."""
+    the fused ones. window: of tokens that a token attends to. Raises RuntimeError if it refuses
+    them."""
     if impl == "varlen_cudnn":
         from llm_demo.options import long_documents  # noqa: F401  registers its operator
     H, KV, D, E = heads
@@ -132,7 +138,7 @@ def attention_errors(
 
     def run(backend, cast, name):
         documents = make_documents(cu, (B, S), name, torch.device(device), long=120)
-        attend = partial(BACKENDS[backend], documents=documents, scaling=D**-0.5)
+        attend = partial(BACKENDS[backend], documents=documents, scaling=D**-0.5, window=window)
         return with_gradients(attend, [x.to(cast) for x in leaves], up)
 
     if fused:
@@ -144,12 +150,20 @@ def attention_errors(
     return errors_of(found, run("math", torch.float32, "math"), ["q", "k", "v"], largest)
 
 
-def attention(dtype: str, impl: str, *heads: str, device: str = "cuda") -> str | None:
-    """heads: as costs.Heads, as text."""
+def attention(dtype: str, impl: str, *numbers: str, device: str = "cuda") -> str | None:
+    """numbers: as costs.Heads, and the sliding window of a model that has one, as text."""
     card = this_device()
     fused = impl in ("sdpa", "bucketed") and has_fused_kernels(card)
+    heads, windows = tuple(map(int, numbers[:4])), [None]
+    for window in numbers[4:]:
+        # so short that one token more or less is seen, and as far from a multiple of 16
+        windows.append(16 + int(window) % 16)
     try:
-        errors = attention_errors(impl, DTYPES[dtype], tuple(map(int, heads)), device, fused)
+        for window in windows:
+            errors = attention_errors(impl, DTYPES[dtype], heads, device, fused, window)
+            fault = fault_of(errors, BOUNDS[dtype])
+            if fault:
+                return fault if window is None else f"{fault}, with a window of {window} tokens"
     except RuntimeError as e:
         if not fused or not re.search("No (available kernel|viable backend)", str(e)):
             raise
@@ -157,7 +171,7 @@ def attention(dtype: str, impl: str, *heads: str, device: str = "cuda") -> str |
         if card.arch.startswith(("gfx11", "gfx12")) and os.environ.get(name) != "1":
             allow = f"; if those for {card.arch} are experimental, {name}=1 allows them"
         return f"PyTorch refuses its fused kernels here; bucketed_math runs the math kernel{allow}"
-    return fault_of(errors, BOUNDS[dtype])
+    return None
 
 
 # ---------------------------------------------------------------- experts

@@ -6,7 +6,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from llm_demo.core.attention import LongRope, rope_of, rope_type
 from llm_demo.core.errors import UserError
-from llm_demo.model.costs import experts_of, mixed_blocks
+from llm_demo.model.costs import experts_of, mixed_blocks, windows_of
 from llm_demo.model.families import Family, family_of, is_mixture
 
 # rotary types that do not depend on max_position_embeddings: with random weights rows may be longer
@@ -48,8 +48,22 @@ def problems_of_layers(config, family: Family) -> Iterator[str]:
     layers = getattr(config, "layer_types", None) or ()
     for kind in set(layers) - kinds:
         yield f"layer_types: {kind} is not supported"
-    if "sliding_attention" in layers and getattr(config, "sliding_window", None) is None:
-        yield "layer_types has sliding_attention, but sliding_window is not set"
+    window = getattr(config, "sliding_window", None)
+    if "sliding_attention" in layers:
+        if not getattr(config, "use_sliding_window", True):
+            yield "layer_types has sliding_attention, but use_sliding_window is false"
+        if window is None:
+            yield "layer_types has sliding_attention, but sliding_window is not set"
+    if any(w is not None and w < 1 for w in windows_of(config)):
+        yield f"sliding_window {window} is not a positive number of tokens"
+    everywhere = hasattr(type(config), "sliding_window") and not hasattr(
+        type(config), "layer_types"
+    )
+    if everywhere and window is not None and "full_attention" in layers:
+        yield (
+            f"layer_types has full_attention, but {config.model_type} uses sliding_window in every "
+            "layer: remove one of them"
+        )
     if not family.delta_rule:
         return
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads

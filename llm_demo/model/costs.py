@@ -21,6 +21,7 @@ class Cost(NamedTuple):
     active: int  # parameters that one token uses
     rule_flops: float  # training FLOPs per token of a delta rule
     mixing: float  # training FLOPs per token for each token that attention mixes in
+    window: int | None  # the most tokens that it mixes in
     routed: int  # parameters of its routed experts
     cut: int  # parameters that --tensor_parallel cuts
     width: int  # of the feed-forward networks that a token goes through
@@ -30,9 +31,11 @@ class Cost(NamedTuple):
     hybrid: bool  # whether some of the model's blocks have a delta rule
 
     def flops(self, attended: float) -> float:
-        """Training FLOPs per token, forward and backward, that attends to so many tokens: 6 per
-        active weight of a matrix product. Attention is counted in full rather than its causal half,
-        as in the PaLM paper's appendix B."""
+        """Training FLOPs per token, forward and backward, that attends to so many tokens, or to the
+        window if that is less: 6 per active weight of a matrix product. Attention is counted in
+        full rather than its causal half, as in the PaLM paper's appendix B."""
+        if self.window is not None:
+            attended = min(attended, self.window)
         return 6 * self.active + self.rule_flops + self.mixing * attended
 
 
@@ -93,7 +96,8 @@ def block_costs(config) -> list[Cost]:
     """The cost of each decoder block."""
     kinds = kinds_of(config)
     costs = {kind: _cost(config, *kind) for kind in set(kinds)}  # reading a configuration is slow
-    return [costs[kind] for kind in kinds]
+    windows = windows_of(config)
+    return [costs[kind]._replace(window=w) for kind, w in zip(kinds, windows, strict=True)]
 
 
 def _cost(config, with_experts: bool, linear: bool) -> Cost:
@@ -127,6 +131,7 @@ def _cost(config, with_experts: bool, linear: bool) -> Cost:
         active=active,
         rule_flops=rule_flops,
         mixing=mixing,
+        window=None,
         routed=routed,
         cut=cut,
         width=width,
@@ -179,6 +184,15 @@ def kinds_of(config) -> list[tuple[bool, bool]]:
     mixed = mixed_blocks(config)
     layers = getattr(config, "layer_types", None) or [""] * len(mixed)
     return [(m, kind == "linear_attention") for m, kind in zip(mixed, layers, strict=False)]
+
+
+def windows_of(config) -> list[int | None]:
+    """The tokens that one attends to in each block, itself included; None: all before it."""
+    blocks, window = config.num_hidden_layers, None
+    if hasattr(type(config), "sliding_window"):  # else the model does not read it
+        window = config.sliding_window
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * blocks
+    return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
 def is_hybrid(config) -> bool:

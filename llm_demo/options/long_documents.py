@@ -2,8 +2,8 @@
 
 On an H200 cuDNN's kernel for a whole row is about twice as fast as the flash kernel behind
 `varlen_attn`. It takes about 50 ms to prepare for a new length, so long documents are padded to a
-few lengths. cuDNN's own kernel for packed documents gave wrong gradients in PyTorch 2.11: see
-bench/LOG.md."""
+few lengths. It has no sliding windows: flash computes documents longer than one. cuDNN's own kernel
+for packed documents gave wrong gradients in PyTorch 2.11: see bench/LOG.md."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -24,9 +24,12 @@ class _Part(NamedTuple):
     padded: int  # length of a long document with its padding, or 0
 
 
-def _parts(boundaries: Tensor, long: int) -> Iterator[_Part]:
+def _parts(boundaries: Tensor, long: int, window: int | None) -> Iterator[_Part]:
     lengths, at = boundaries.diff(), 0
-    for i in [*(lengths >= long).nonzero().flatten().tolist(), len(lengths)]:
+    alone = lengths >= long
+    if window is not None:
+        alone &= lengths <= window
+    for i in [*alone.nonzero().flatten().tolist(), len(lengths)]:
         start, end = boundaries[at].item(), boundaries[i].item()
         if start < end:
             # At 1, the flash kernel expects a query of every document, and some are empty.
@@ -46,15 +49,23 @@ def padded_length(n: int) -> int:
 
 @torch.library.custom_op("llm_demo::attend_documents", mutates_args=())
 def attend_documents(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, boundaries: Tensor, long: int, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    boundaries: Tensor,
+    long: int,
+    scale: float,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention within documents: q [T, H, D], k and v [T, KV, D], bf16 or fp16, ->
     (out [T, H, D], logarithms of the softmax's sums, fp32 [H, T]).
 
     cu_seqlens: int32 [documents + 1] from 0 to T on q's device; boundaries: the same on the CPU.
-    long: documents of so many tokens or more are computed one by one."""
-    out, sums = _empty(q, k, v, cu_seqlens, boundaries, long, scale)
-    for part in _parts(boundaries, long):
+    long: documents of so many tokens or more are computed one by one, unless they are longer than
+    the window: tokens that a token attends to, itself included."""
+    out, sums = _empty(q, k, v)
+    for part in _parts(boundaries, long, window):
         at, qkv = part.tokens, [x[part.tokens] for x in (q, k, v)]
         if part.padded:
             one, its_sums = forward_of_one(*(_pad(x, part) for x in qkv), scale)
@@ -62,22 +73,22 @@ def attend_documents(
             sums[:, at] = its_sums.view(len(sums), -1)[:, : part.longest]
         else:
             cu = _boundaries_of(part, cu_seqlens)
-            out[at], sums[:, at] = forward_of_short(*qkv, cu, part.longest, scale)
+            out[at], sums[:, at] = forward_of_short(*qkv, cu, part.longest, scale, window)
     return out, sums
 
 
 @attend_documents.register_fake
-def _empty(q, k, v, cu_seqlens, boundaries, long, scale):
+def _empty(q, k, v, *args):
     return q.new_empty(q.shape), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
 
 
 @torch.library.custom_op("llm_demo::attend_documents_backward", mutates_args=())
 def _attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor,
-    cu_seqlens: Tensor, boundaries: Tensor, long: int, scale: float,
+    cu_seqlens: Tensor, boundaries: Tensor, long: int, scale: float, window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     grads = tuple(x.new_empty(x.shape) for x in (q, k, v))
-    for part in _parts(boundaries, long):
+    for part in _parts(boundaries, long, window):
         tensors = [x[part.tokens] for x in (grad, q, k, v, out)]
         its_sums = sums[:, part.tokens]
         if part.padded:
@@ -86,7 +97,9 @@ def _attention_backward(
             found = [_without_padding(x, part) for x in found]
         else:
             cu = _boundaries_of(part, cu_seqlens)
-            found = backward_of_short(*tensors, its_sums.contiguous(), cu, part.longest, scale)
+            found = backward_of_short(
+                *tensors, its_sums.contiguous(), cu, part.longest, scale, window
+            )
         for whole, some in zip(grads, found, strict=True):
             whole[part.tokens] = some
     return grads
@@ -98,13 +111,13 @@ def _(grad, q, k, v, *args):
 
 
 def _keep_attention_inputs(ctx, inputs, output):
-    q, k, v, cu_seqlens, boundaries, ctx.long, ctx.scale = inputs
+    q, k, v, cu_seqlens, boundaries, *ctx.numbers = inputs
     ctx.save_for_backward(q, k, v, *output, cu_seqlens, boundaries)
 
 
 def _differentiate_attention(ctx, grad, _):
-    grads = _attention_backward(grad.contiguous(), *ctx.saved_tensors, ctx.long, ctx.scale)
-    return (*grads, None, None, None, None)
+    grads = _attention_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.numbers)
+    return (*grads, None, None, None, None, None)
 
 
 attend_documents.register_autograd(_differentiate_attention, setup_context=_keep_attention_inputs)
@@ -140,15 +153,32 @@ def backward_of_one(grad, q, k, v, out, sums, scale):
     )  # fmt: skip
 
 
-def forward_of_short(q, k, v, cu, longest, scale):
+def forward_of_short(q, k, v, cu, longest, scale, window):
+    left = None if window is None else window - 1  # keys before a query's own
     found = aten._flash_attention_forward(
-        q, k, v, cu, cu, longest, longest, 0.0, True, False, scale=scale
+        q, k, v, cu, cu, longest, longest, 0.0, True, False, scale=scale, window_size_left=left
     )
     return found[:2]
 
 
-def backward_of_short(grad, q, k, v, out, sums, cu, longest, scale):
+def backward_of_short(grad, q, k, v, out, sums, cu, longest, scale, window):
+    left = None if window is None else window - 1
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
     return aten._flash_attention_backward(
-        grad, q, k, v, out, sums, cu, cu, longest, longest, 0.0, True, unused, unused, scale=scale
+        grad,
+        q,
+        k,
+        v,
+        out,
+        sums,
+        cu,
+        cu,
+        longest,
+        longest,
+        0.0,
+        True,
+        unused,
+        unused,
+        scale=scale,
+        window_size_left=left,
     )

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from llm_demo.core.attention import IMPLS, LONG
+from llm_demo.core.attention import IMPLS, LONG, varlen_has_windows
 from llm_demo.core.decoder import delta_layers, skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
@@ -21,7 +21,14 @@ from llm_demo.flags.args import Args
 from llm_demo.machine.device import Device, dtype_name, has_fused_kernels, is_sm
 from llm_demo.machine.dist import from_rank0, once_per_node
 from llm_demo.machine.text import layer_kinds
-from llm_demo.model.costs import experts_of, heads_of, heads_of_rule, is_hybrid, share_of_heads
+from llm_demo.model.costs import (
+    experts_of,
+    heads_of,
+    heads_of_rule,
+    is_hybrid,
+    share_of_heads,
+    windows_of,
+)
 
 # backends of attention that make the buckets which linear attention in PyTorch needs, or need none
 BUCKETED = ("sdpa", "bucketed", "bucketed_math")
@@ -72,10 +79,12 @@ def try_kernel(name: str, *arguments: str, versions: tuple = (), seconds: int = 
 # ---------------------------------------------------------------- attention
 
 
-def why_not(impl: str, device: Device, dtype: torch.dtype, single: bool) -> str | None:
+def why_not(
+    impl: str, device: Device, dtype: torch.dtype, single: bool, window: int | None = None
+) -> str | None:
     """Why `impl` can't run on this device, without trying it; None if it may run.
 
-    single: no row holds more than one document."""
+    single: no row holds more than one document. window: a sliding one that rows are longer than."""
     if impl == "sdpa":
         return None if single else "rows hold several documents"
     if impl in ("bucketed", "bucketed_math", "math"):
@@ -92,6 +101,8 @@ def why_not(impl: str, device: Device, dtype: torch.dtype, single: bool) -> str 
         return "needs bf16 or fp16"
     if not has_fused_kernels(device):
         return f"has no kernel for {device.arch}"
+    if impl == "varlen" and window and not varlen_has_windows():
+        return f"varlen_attn of PyTorch {torch.__version__} has no sliding windows"
     return None
 
 
@@ -104,27 +115,31 @@ def choose_attention(
     longest: int = 0,
     among: tuple[str, ...] = IMPLS,
     probe=try_kernel,
+    window: int | None = None,
 ) -> tuple[str, list[str]]:
     """(backend, reasons): the fastest backend that runs here, and a line for each rejected one.
 
     heads: as costs.Heads. single: as in why_not. longest: tokens of the longest document. among:
-    what auto chooses from. probe: as probes.try_once. Raises UserError if a requested backend can't
-    run."""
+    what auto chooses from. probe: as probes.try_once. window: as in why_not; a kernel is then also
+    tried with one. Raises UserError if a requested backend can't run."""
     auto = asked == "auto"
     if not auto and asked not in IMPLS:
         raise UserError(f"--attn_impl {asked}: choose from auto, {', '.join(IMPLS)}")
     impls = among if auto else (asked,)
     if auto and not (longest >= LONG and is_sm(device, 90)):
         impls = [impl for impl in among if impl != "varlen_cudnn"]  # no gain, or not measured
+    numbers = [*heads, window] if window else heads
     reasons = []
     for impl in impls:
-        problem = why_not(impl, device, dtype, single)
+        problem = why_not(impl, device, dtype, single, window=window)
         if problem is None and impl == "sdpa" and auto and not has_fused_kernels(device):
             # without fused kernels, buckets gain more by computing less padding
             problem = "bucketed is as fast without fused kernels"
+        if problem is None and impl == "sdpa" and auto and window:
+            problem = "with a sliding window it computes more than others"
         if problem is None and device.type == "cuda" and not impl.endswith("math"):
             versions = versions_of("flash_attn") if impl == "flash_attn" else ()
-            problem = probe("attention", dtype_name(dtype), impl, *heads, versions=versions)
+            problem = probe("attention", dtype_name(dtype), impl, *numbers, versions=versions)
         if problem is None:
             return impl, reasons
         reasons.append(f"{impl}: {problem}")
@@ -363,6 +378,8 @@ def decide_compute(
     """(kernels of attention and experts, fp8, and whether to compile; lines). packs: the Rows of
     all data, the training rows first. Raises UserError for flags that can't work."""
     (rule, among), lines = choose_rule(args.attn_impl, device, dtype, config)
+    longest_row = max((p.seq_len for p in packs), default=0)
+    shorter = [w for w in windows_of(config) if w is not None and w < longest_row]
     attn_impl, rejected = choose_attention(
         args.attn_impl,
         device,
@@ -371,6 +388,7 @@ def decide_compute(
         single=all(p.single for p in packs),
         longest=max((p.longest for p in packs), default=0),
         among=among,
+        window=min(shorter, default=None),
     )
     why = "; ".join(f"not {reason}" for reason in rejected)
     if args.attn_impl != "auto":

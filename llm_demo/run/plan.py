@@ -38,7 +38,7 @@ from llm_demo.machine.process import regular
 from llm_demo.machine.text import counted
 from llm_demo.model.costs import flops_of_slot, sizes_of
 from llm_demo.model.model_folder import Source, find_source
-from llm_demo.model.source import as_trained, position_limit, window_of, with_date
+from llm_demo.model.source import as_trained, position_limit, with_date
 from llm_demo.model.weights_files import fingerprint, refuse_other_adapters
 from llm_demo.run.checkpoint_files import checked_facts, compare_shapes, find_checkpoint, weights_of
 from llm_demo.run.choices import Compute, decide_compute, refuse_for_model
@@ -125,8 +125,8 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
     )
     rows_of = choose_order(args, horizon, train)
     data = with_max_docs(train, heldout)
-    sample_tokens = decide_answers(args.sample_tokens, model.source.config, data)
-    config = as_trained(model.source.config, data.longest)
+    sample_tokens = decide_answers(args.sample_tokens, data)
+    config = as_trained(model.source.config)
     source = model.source._replace(config=config)
     choose = functools.partial(decide_compute, args, device, dtype, config, data.packs())
     compute = log.decided(from_rank0(world, choose, long=True))  # all probes may take long
@@ -255,8 +255,7 @@ def read_data(
     UserError for data that nodes or the model's embedding don't have, and for flags that need
     held-out data without it."""
     config = model.source.config
-    limits = [position_limit(config), window_of(config), LONGEST_DEFAULT]
-    limit = min(limit for limit in limits if limit)
+    limit = min(position_limit(config) or LONGEST_DEFAULT, LONGEST_DEFAULT)
 
     def load(names: str, split: str | None, **flags) -> tuple[Rows, list[str]]:
         flags = dataclasses.replace(args, **flags)
@@ -418,13 +417,9 @@ def choose_order(args: Args, horizon: Horizon, train: Rows) -> Callable:
 # ---------------------------------------------------------------- answers
 
 
-def decide_answers(asked: int | None, config, data: Data) -> int:
-    """The length of sample answers, whose prompts they follow within a sliding window. Long rows
-    have none by default: each token takes a forward over all slots."""
-    tokens = asked
-    if tokens is None:
-        tokens = 32 if data.train.seq_len <= LONG_ROW else 0
-    window = window_of(config)
-    if window and data.train.seq_len > window:
-        tokens = min(tokens, window - data.longest)
-    return tokens
+def decide_answers(asked: int | None, data: Data) -> int:
+    """The length of sample answers. Long rows have none by default: each token takes a forward over
+    all slots."""
+    if asked is not None:
+        return asked
+    return 32 if data.train.seq_len <= LONG_ROW else 0
