@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT
+from conftest import ROOT, args_with
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, Qwen3Config
 
 from llm_demo.core import attention
@@ -216,6 +216,23 @@ def test_full_rows_are_not_copied():
     assert documents.buckets is None
 
 
+def test_which_window_a_backend_is_given(monkeypatch):
+    """What transformers passes, or else its module has; none if no document can be longer."""
+    given, q = [], torch.randn(B, 4, S, 16)
+    monkeypatch.setitem(BACKENDS, "math", lambda *args, window, **more: given.append(window))
+    documents = make_documents(boundaries(), (B, S), "math", torch.device("cpu"))
+    for of_module, passed, expected in (
+        (None, {"sliding_window": S - 1}, S - 1),
+        (None, {"sliding_window": S}, None),
+        (None, {}, None),
+        (16, {}, 16),
+        (16, {"sliding_window": None}, None),
+    ):
+        module = SimpleNamespace(sliding_window=of_module)
+        attention.attend("math", module, q, q, q, None, scaling=1, documents=documents, **passed)
+        assert given.pop() == expected
+
+
 def compare(impl, dtype, heads, device="cpu", window=None):
     return max(probes.attention_errors(impl, dtype, heads, device, window=window).values())
 
@@ -355,6 +372,30 @@ def test_a_forced_backend_that_cannot_run_is_an_error_with_the_reason():
             pick(device, asked=asked, ask=lambda *_, fault=fault, **more: fault)
     assert pick(H100, asked="varlen_cudnn")[0] == "varlen_cudnn"
     assert pick(MI100, asked="math")[0] == "math"
+
+
+def test_varlen_of_old_versions_has_no_windows(monkeypatch):
+    monkeypatch.setattr(choices, "varlen_has_windows", lambda: False)
+    assert pick(H100)[0] == "varlen"
+    impl, reasons = pick(H100, window=512)
+    assert impl == "bucketed" and "has no sliding windows" in reasons[1]
+
+
+@pytest.mark.parametrize("seq_len, window", [(16, None), (17, 16)])
+def test_windows_that_rows_are_longer_than_are_tried(seq_len, window, monkeypatch):
+    given = []
+
+    def choose(*args, window, **more):
+        given.append(window)
+        return "bucketed", []
+
+    monkeypatch.setattr(choices, "choose_attention", choose)
+    config = Qwen3Config(
+        use_sliding_window=True, sliding_window=16, max_window_layers=2, num_hidden_layers=4
+    )
+    rows = SimpleNamespace(seq_len=seq_len, single=False, longest=seq_len)
+    choices.decide_compute(args_with(compile=False), CPU, torch.float32, config, [rows])
+    assert given == [window]
 
 
 def test_an_mi100_is_not_taken_for_a_hopper(monkeypatch):

@@ -18,7 +18,7 @@ from llm_demo.machine.cards import CARDS
 from llm_demo.machine.device import DTYPES, pick_dtype
 from llm_demo.machine.probes import compile_errors
 from llm_demo.model.source import load_config
-from llm_demo.run.choices import choose_compile
+from llm_demo.run.choices import choose_compile, fused_kernels
 
 
 @pytest.mark.parametrize(
@@ -102,17 +102,23 @@ def test_the_table_of_cards(card):
     assert row in (ROOT / "docs/attention.md").read_text()
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_compiled_blocks_give_the_same_numbers(checkpointing):
+@pytest.mark.parametrize(
+    "checkpointing, impl, window",
+    [(False, "sdpa", None), (True, "sdpa", None), (True, "sdpa", 20), (False, "bucketed", 64)],
+)
+def test_compiled_blocks_give_the_same_numbers(checkpointing, impl, window):
     """One graph for all units of a size; aot_eager: the same graphs, without minutes of C++."""
     config = load_config(ROOT / "models/qwen3-tiny", 64)
-    lm = skeleton(config, "sdpa")
+    config.sliding_window = window
+    kind = "sliding_attention" if window else "full_attention"
+    config.layer_types = [kind] * config.num_hidden_layers
+    lm = skeleton(config, impl)
     blocks = [materialise(lm, f"model.layers.{i}", None, 1, torch.device("cpu")) for i in range(4)]
-    cu = torch.tensor([0, 64, 128], dtype=torch.int32)
-    documents = make_documents(cu, (2, 64), "sdpa", torch.device("cpu"))
-    positions = position_ids(cu, (2, 64))
+    cu = torch.tensor([0, 160, 320], dtype=torch.int32)  # of which 64 are a block
+    documents = make_documents(cu, (2, 160), impl, torch.device("cpu"))
+    positions = position_ids(cu, (2, 160))
     torch.manual_seed(0)
-    hidden = torch.randn(2, 64, config.hidden_size, requires_grad=True)
+    hidden = torch.randn(2, 160, config.hidden_size, requires_grad=True)
     rotary = lm.model.rotary_emb(hidden, positions)
     graphs, found = [], []
 
@@ -121,7 +127,8 @@ def test_compiled_blocks_give_the_same_numbers(checkpointing):
         return aot_eager(graph, example)
 
     for compiled in (False, True):
-        units = [Blocks(blocks[i : i + 2], checkpointing) for i in (0, 2)]
+        kept = fused_kernels(impl) if window else []
+        units = [Blocks(blocks[i : i + 2], checkpointing, kept) for i in (0, 2)]
         if compiled:
             with compiler(count):
                 for unit in units:

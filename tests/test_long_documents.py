@@ -1,6 +1,7 @@
 """The backend varlen_cudnn with stand-ins for its kernels, which need a GPU: test_attention.py."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,6 +94,22 @@ def test_long_documents_one_by_one(values, long, calls, long_documents_on_a_cpu)
 def test_long_documents_with_a_window_are_no_longer_than_it(window, calls, long_documents_on_a_cpu):
     assert_equals_each_alone("varlen_cudnn", 16, 15, torch.float32, 1e-5, 3e-6, WINDOWED, window)
     assert long_documents_on_a_cpu == calls
+
+
+@pytest.mark.parametrize("window, left", [(None, None), (16, 15)])
+def test_flash_takes_the_keys_before_a_query(window, left, monkeypatch):
+    given = []
+
+    def kernel(*args, scale, window_size_left):
+        given.append((args[-4:-2] if len(args) > 10 else args[-3:-1], scale, window_size_left))
+        return args[:3]
+
+    names = "_flash_attention_forward", "_flash_attention_backward"
+    monkeypatch.setattr(long_documents, "aten", SimpleNamespace(**dict.fromkeys(names, kernel)))
+    q = torch.zeros(1)
+    long_documents.forward_of_short(q, q, q, q, 64, 0.3, window)
+    long_documents.backward_of_short(q, q, q, q, q, q, q, 64, 0.3, window)
+    assert given == [((0.0, True), 0.3, left)] * 2
 
 
 def test_long_documents_are_one_operator(long_documents_on_a_cpu):

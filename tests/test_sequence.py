@@ -25,15 +25,18 @@ from llm_demo.model.costs import Heads, share_of_heads
 from llm_demo.run.choices import decide_compute
 
 MODELS = {**parity.MODELS, "qwen": moe.MODELS["qwen"], "deepseek": moe.MODELS["deepseek"]}
-# whose frequencies change after 24 tokens of a document
-MODELS["longrope"] = Qwen3Config(rope_parameters=LONGROPE, **parity.SIZES)
+# whose frequencies change after 24 tokens of a document, half of the layers with a window
+MODELS["longrope"] = Qwen3Config(
+    rope_parameters=LONGROPE, use_sliding_window=True, sliding_window=28, max_window_layers=2,
+    **parity.SIZES,
+)  # fmt: skip
 MATH, BUCKETED, SDPA = (["--attn_impl", name] for name in ("math", "bucketed", "sdpa"))
 RECOMPUTED, RESHARD = ["--use_activation_checkpointing"], ["--reshard_after_forward"]
 CASES = {  # name: (processes, ranks of a row, model, micro, accumulation, further flags)
     "two": (2, 2, "tied", 4, 2, [*MATH, *RECOMPUTED]),
     "two_untied": (2, 2, "untied", 8, 1, [*BUCKETED, "--optimizer_on_host"]),
     "two_llama": (2, 2, "llama", 4, 2, SDPA),
-    "two_longrope": (2, 2, "longrope", 8, 1, MATH),
+    "two_longrope": (2, 2, "longrope", 8, 1, BUCKETED),
     "adapters": (2, 2, "lora", 4, 2, [*RECOMPUTED, *lora.flags("tied")]),
     "bf16": (2, 2, "tied", 4, 2, ["--dtype", "bf16"]),
     "pairs": (4, 2, "tied", 1, 4, [*BUCKETED, *RESHARD]),
