@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, args_with
+from conftest import ROOT
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, Qwen3Config
 
 from llm_demo.core import attention
@@ -309,14 +309,20 @@ def cudnn_is_wrong(name, dtype, impl, *heads, **more):
 
 def pick(
     device, dtype=torch.bfloat16, asked="auto", ask=works, flash=False, varlen=True, single=False,
-    longest=1024, window=None,
+    longest=1024, window=None, kernel=lambda window_size: None,
 ):  # fmt: skip
-    packages = {"flash_attn": flash, "torch.nn.attention.varlen": varlen}
+    """kernel: with the signature of varlen_attn, as far as it matters."""
+    name = "torch.nn.attention.varlen"
+    packages = {"flash_attn": flash, name: varlen}
+    attention._torch_varlen.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, name, SimpleNamespace(varlen_attn=kernel))
         patch.setattr(choices.importlib.util, "find_spec", lambda n: packages[n] or None)
-        return choose_attention(
+        found = choose_attention(
             asked, device, dtype, HEADS, single, longest, probe=ask, window=window
         )
+        attention._torch_varlen.cache_clear()
+        return found
 
 
 @pytest.mark.parametrize(
@@ -374,28 +380,19 @@ def test_a_forced_backend_that_cannot_run_is_an_error_with_the_reason():
     assert pick(MI100, asked="math")[0] == "math"
 
 
-def test_varlen_of_old_versions_has_no_windows(monkeypatch):
-    monkeypatch.setattr(choices, "varlen_has_windows", lambda: False)
-    assert pick(H100)[0] == "varlen"
-    impl, reasons = pick(H100, window=512)
+def test_varlen_of_old_versions_has_no_windows():
+    def old(is_causal): ...
+
+    assert pick(H100, kernel=old)[0] == "varlen"
+    impl, reasons = pick(H100, kernel=old, window=512)
     assert impl == "bucketed" and "has no sliding windows" in reasons[1]
 
 
-@pytest.mark.parametrize("seq_len, window", [(16, None), (17, 16)])
-def test_windows_that_rows_are_longer_than_are_tried(seq_len, window, monkeypatch):
-    given = []
-
-    def choose(*args, window, **more):
-        given.append(window)
-        return "bucketed", []
-
-    monkeypatch.setattr(choices, "choose_attention", choose)
-    config = Qwen3Config(
-        use_sliding_window=True, sliding_window=16, max_window_layers=2, num_hidden_layers=4
-    )
-    rows = SimpleNamespace(seq_len=seq_len, single=False, longest=seq_len)
-    choices.decide_compute(args_with(compile=False), CPU, torch.float32, config, [rows])
-    assert given == [window]
+def test_windows_that_rows_are_longer_than_are_tried():
+    qwen = {"sliding_window": 16, "max_window_layers": 2, "num_hidden_layers": 4}
+    config = Qwen3Config(use_sliding_window=True, **qwen)
+    assert [choices.short_window(config, seq_len) for seq_len in (16, 17)] == [None, 16]
+    assert choices.short_window(Qwen3Config(**qwen), 17) is None
 
 
 def test_an_mi100_is_not_taken_for_a_hopper(monkeypatch):

@@ -67,7 +67,7 @@ CEILINGS = {
     "text or list times a condition": 0,
     "calls with *name or **name": 95,
     "raise UserError": 260,
-    "lines of tests": 23_100,
+    "lines of tests": 23_150,
     "setattr in tests": 86,
 }
 

@@ -1,12 +1,12 @@
 """The backend varlen_cudnn with stand-ins for its kernels, which need a GPU: test_attention.py."""
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
 from test_attention import LENGTHS, WINDOWED, B, S, assert_equals_each_alone, boundaries
 from torch.distributed.utils import _to_kwargs
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from llm_demo.core.attention import BACKENDS, make_documents
 from llm_demo.options import long_documents
@@ -97,19 +97,23 @@ def test_long_documents_with_a_window_are_no_longer_than_it(window, calls, long_
 
 
 @pytest.mark.parametrize("window, left", [(None, None), (16, 15)])
-def test_flash_takes_the_keys_before_a_query(window, left, monkeypatch):
+def test_flash_takes_the_keys_before_a_query(window, left):
     given = []
 
-    def kernel(*args, scale, window_size_left):
-        given.append((args[-4:-2] if len(args) > 10 else args[-3:-1], scale, window_size_left))
-        return args[:3]
+    class Kernels(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            names = [argument.name for argument in op._schema.arguments]
+            given.append(dict(zip(names, args, strict=False)) | kwargs)
+            return [q] * len(op._schema.returns) if "flash" in op.name() else op(*args, **kwargs)
 
-    names = "_flash_attention_forward", "_flash_attention_backward"
-    monkeypatch.setattr(long_documents, "aten", SimpleNamespace(**dict.fromkeys(names, kernel)))
-    q = torch.zeros(1)
-    long_documents.forward_of_short(q, q, q, q, 64, 0.3, window)
-    long_documents.backward_of_short(q, q, q, q, q, q, q, 64, 0.3, window)
-    assert given == [((0.0, True), 0.3, left)] * 2
+    q, cu = torch.zeros(64, 2, 16), torch.tensor([0, 64])
+    with Kernels():
+        long_documents.forward_of_short(q, q, q, cu, 64, 0.3, window)
+        long_documents.backward_of_short(q, q, q, q, q, q, cu, 64, 0.3, window)
+    forward, _, backward = given  # between them an empty state of dropout
+    for call in (forward, backward):
+        assert call["is_causal"] and call["max_k"] == 64 and call["scale"] == 0.3
+        assert call.get("window_size_left") == left
 
 
 def test_long_documents_are_one_operator(long_documents_on_a_cpu):

@@ -106,6 +106,12 @@ def why_not(
     return None
 
 
+def short_window(config, seq_len: int) -> int | None:
+    """The model's sliding window, if it has one that rows are longer than."""
+    shorter = [w for w in windows_of(config) if w is not None and w < seq_len]
+    return min(shorter, default=None)
+
+
 def choose_attention(
     asked: str,
     device: Device,
@@ -378,8 +384,6 @@ def decide_compute(
     """(kernels of attention and experts, fp8, and whether to compile; lines). packs: the Rows of
     all data, the training rows first. Raises UserError for flags that can't work."""
     (rule, among), lines = choose_rule(args.attn_impl, device, dtype, config)
-    longest_row = max((p.seq_len for p in packs), default=0)
-    shorter = [w for w in windows_of(config) if w is not None and w < longest_row]
     attn_impl, rejected = choose_attention(
         args.attn_impl,
         device,
@@ -388,7 +392,7 @@ def decide_compute(
         single=all(p.single for p in packs),
         longest=max((p.longest for p in packs), default=0),
         among=among,
-        window=min(shorter, default=None),
+        window=short_window(config, max((p.seq_len for p in packs), default=0)),
     )
     why = "; ".join(f"not {reason}" for reason in rejected)
     if args.attn_impl != "auto":
