@@ -156,7 +156,7 @@ def export_of_run(run: Path, base: str | None, out: Path) -> Path:
     dtype = "fp32" if this_device().type == "cpu" else "bf16"
     checkpoint = find_checkpoint(str(run), run, ALONE, lambda line: None)
     merge = bool(checked_facts(checkpoint).get("adapters"))
-    said = export(checkpoint, out, dtype, merge=merge, base=base)
+    said = export(checkpoint, out, dtype, merge=merge, base=base, text_only=True)
     _, *notes = said.splitlines()  # the first line names a folder that is not kept
     print(f"model: {checkpoint}, in {dtype}", *notes, sep="\n", file=sys.stderr)
     return out

@@ -29,7 +29,12 @@ def make_parser() -> argparse.ArgumentParser:
         "DeepSeek-V3, the rest in bf16",
     )
     add("--merge", action="store_true", help="add adapters to their base: writes the whole model")
-    add("--base", help="folder or hub id of that base, if it has moved")
+    add("--base", help="folder or hub id of the run's base, if it has moved")
+    add(
+        "--text_only",
+        action="store_true",
+        help="leave out what a model has beside the trained text, such as a vision tower",
+    )
     add("--max_shard_size", type=size, default="5GB", help="largest weights file")
     add("--push_to_hub", metavar="REPO", help="also upload to this private repository")
     add("--public", action="store_true", help="make the --push_to_hub repository public")
@@ -71,6 +76,7 @@ def main() -> None:
         max_shard_size=args.max_shard_size,
         merge=args.merge,
         base=args.base,
+        text_only=args.text_only,
     )
     print(line)
     if args.push_to_hub:

@@ -15,8 +15,7 @@ from llm_demo.machine.dist import from_rank0, same_on_all_nodes
 from llm_demo.machine.text import short
 from llm_demo.model.adapter_folder import Adapter, open_adapter
 from llm_demo.model.costs import experts_of, parameters_of
-from llm_demo.model.families import TEXT_PREFIX
-from llm_demo.model.weights_files import Weights, base_digest, identity_of
+from llm_demo.model.weights_files import Weights, base_digest, identity_of, text_name
 from llm_demo.options.four_bits import BLOCK, row_bytes
 from llm_demo.options.lora import Lora, matrices_of, target_of
 
@@ -98,7 +97,8 @@ def start_of(adapter: Adapter, targets: str, config) -> tuple[dict, Callable]:
             )
     wanted = factors_of({"rank": adapter.rank, "targets": here}, shapes)
     # PEFT may have had the whole model, of which this is the text part
-    stored = {name.replace(TEXT_PREFIX, "model.", 1): name for name in adapter.tensors}
+    outer = "base_model.model."
+    stored = {outer + text_name(name.removeprefix(outer)): name for name in adapter.tensors}
     held = in_peft({name: torch.empty(shape, device="meta") for name, shape in wanted.items()})
     of_file = [stored.get(name, name) for name in held]
     weights = Weights(adapter.folder, dict.fromkeys(adapter.tensors, adapter.file))

@@ -17,6 +17,7 @@ from llm_demo.model.adapters import factor_names, in_peft, merge_into, peft_targ
 from llm_demo.model.families import family_of
 from llm_demo.model.low_bits import E4M3, SCALES, as_stored, laid_out
 from llm_demo.model.source import on_meta, read_config
+from llm_demo.model.untrained import TEXT_ALONE, Untrained
 from llm_demo.model.weights_files import Weights, as_in_files, base_digest, in_files
 
 WEIGHTS = "model{suffix}.safetensors"
@@ -108,20 +109,28 @@ def write_weights(
     max_shard_size: str | int,
     in_fp32: Iterable[str] = (),
     fp8: bool = False,
+    untrained: Untrained = TEXT_ALONE,
 ) -> int:
     """Write safetensors, sharded with an index if needed; returns bytes. shapes: of the
-    configuration's model; fused experts are written as a tensor for each matrix of each. in_fp32:
-    names that stay so. fp8: of linear layers, see low_bits.py."""
+    configuration's model; fused experts are written as a tensor for each matrix of each, or as the
+    base of `untrained` has them. in_fp32: names that stay so. fp8: of linear layers, see
+    low_bits.py. untrained: further tensors, written as they are."""
     of_files = {}
-    for name, shape in in_files(shapes).items():
+    as_they_are = shapes if untrained.fused and not fp8 else ()
+    for name, shape in in_files(shapes, as_they_are).items():
         kind = torch.float32 if name in in_fp32 else dtype
         of_files[name] = torch.empty(shape, dtype=kind, device="meta")
     if fp8:
         of_files = laid_out(of_files)
-    plan = in_shards(of_files, max_shard_size)
+    ours = {untrained.name_of(name): name for name in of_files}
+    tensors = {name: of_files[of_text] for name, of_text in ours.items()}
+    tensors |= {n: t.to("meta") for n, t in untrained.read(untrained.places).items()}
+    plan = in_shards(tensors, max_shard_size)
     for file, names in progress(plan.filename_to_tensors.items(), "exporting", unit="files"):
-        kinds = {name: of_files[name].dtype for name in names}
-        save_finite(read_file(read, shapes, kinds), folder / file)
+        kinds = {ours[name]: tensors[name].dtype for name in names if name in ours}
+        text = read_file(read, shapes, kinds)
+        held = {untrained.name_of(name): t for name, t in text.items()}
+        save_finite(held | untrained.read(names), folder / file)
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         write_json(folder / "model.safetensors.index.json", index, indent=2)
@@ -146,7 +155,7 @@ def read_file(
     weights = {name.removesuffix(SCALES) for name in kinds}
     needed = {}
     for name, shape in shapes.items():
-        if weights & in_files({name: shape}).keys():
+        if weights & in_files({name: shape}, weights).keys():
             needed[name] = torch.empty(shape, device="meta")
     tensors = {}
     for names in in_shards(needed, READ_AT_ONCE).filename_to_tensors.values():
@@ -162,6 +171,7 @@ def read_group(
     read(masters)
     tensors = {}
     for name, master in masters.items():
-        for part, t in as_in_files(name, master).items():
+        parts = {name: master} if name in kinds else as_in_files(name, master)
+        for part, t in parts.items():
             tensors |= as_stored(part, t, kinds)  # copies, since safetensors refuses shared memory
     return tensors

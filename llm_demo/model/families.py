@@ -22,7 +22,6 @@ class Family(NamedTuple):
     partly_rotated: bool = False  # heads may be
     multipliers: tuple[str, ...] = ()  # keys of its configuration
     norms_over_heads: bool = False
-    text_of: str | None = None  # the model with images whose part that reads text it is
 
 
 QWEN35_UNREAD = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
@@ -49,7 +48,7 @@ FAMILIES = {  # by model_type
     "glm4": Family(partly_rotated=True),
     "phi3": Family(partly_rotated=True),
     "gemma3_text": Family(),
-    "qwen3_5_text": Family(delta_rule=True, partly_rotated=True, text_of="qwen3_5"),
+    "qwen3_5_text": Family(delta_rule=True, partly_rotated=True),
     "qwen2_moe": Family(experts=Experts("by a step", gated_share=True)),
     "qwen3_moe": Family(experts=Experts("by a step")),
     "deepseek_v3": Family(
@@ -59,12 +58,35 @@ FAMILIES = {  # by model_type
         experts=Experts("all", gated_share=True, unread=QWEN35_UNREAD),
         delta_rule=True,
         partly_rotated=True,
-        text_of="qwen3_5_moe",
     ),
 }
-# In the files of models with images: of what reads text, and of what is not trained (Qwen3.5).
-TEXT_PREFIX = "model.language_model."
-OTHER_PARTS = ("model.visual.", "mtp.")
+# Models with images, by model_type: what their text may be. That is trained, the rest is kept.
+WITH_IMAGES = {
+    "qwen3_5": ("qwen3_5_text",),
+    "qwen3_5_moe": ("qwen3_5_moe_text",),
+    "gemma3": ("gemma3_text",),
+    "mistral3": ("mistral", "ministral3"),
+    "gemma4_unified": ("gemma4_unified_text",),
+}
+# How names of their text begin in files, and in a model of the text alone. transformers has put
+# "language_model" first, and later second.
+TEXT_NAMES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+# How names of their other parts begin; "model." was put before those of a vision tower later.
+OTHER_PARTS = (
+    "model.visual.",
+    "mtp.",
+    "model.vision_tower.",
+    "vision_tower.",
+    "model.multi_modal_projector.",
+    "multi_modal_projector.",
+    "model.embed_vision.",
+    "model.vision_embedder.",
+    "model.embed_audio.",
+)
 
 
 def family_of(config) -> Family:

@@ -127,9 +127,10 @@ def _layer(name: str) -> str:
     return f"{module}.{TOGETHER.get(kind, kind)}"
 
 
-def fp8_config(shapes: dict[str, tuple]) -> dict:
+def fp8_config(shapes: dict[str, tuple], more: Iterable[str] = (), inside: str = "model.") -> dict:
     """The `quantization_config` of files with these {name: shape}: with the modules of blocks that
-    are not in fp8, if any. Raises UserError if nothing is in fp8."""
+    are not in fp8, if any. more: weights beside the text. inside: how the text's names begin in the
+    whole model. Raises UserError if nothing is in fp8."""
     names = to_quantise(shapes)
     if not names:
         raise UserError(
@@ -139,7 +140,8 @@ def fp8_config(shapes: dict[str, tuple]) -> dict:
     for name, shape in shapes.items():
         if name.startswith("model.layers") and len(shape) == 2 and name not in names:
             module = re.sub(r"(\.experts)\.\d+\..+", r"\1", name.removesuffix(".weight"))
-            left[module] = None
+            left[inside + module.removeprefix("model.")] = None
+    left |= dict.fromkeys(name.removesuffix(".weight") for name in more)
     if not left:
         return FP8
     return FP8 | {"modules_to_not_convert": ["lm_head", *left]}

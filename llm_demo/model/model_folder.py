@@ -26,6 +26,7 @@ from llm_demo.data.codec import stop_tokens
 from llm_demo.flags.args import Args
 from llm_demo.machine.dist import from_rank0, once_per_node
 from llm_demo.machine.files import write_json
+from llm_demo.machine.process import read_text
 from llm_demo.machine.text import blame, counted, short
 from llm_demo.model.costs import active_of, parameters_of, rotary_width
 from llm_demo.model.families import FAMILIES
@@ -38,6 +39,15 @@ from llm_demo.model.source import (
     refuse_adapter,
     same_ids,
     set_variables,
+)
+from llm_demo.model.untrained import (
+    RECORD,
+    SMALL_FILES,
+    copy_small,
+    read_record,
+    record_of,
+    whole_config,
+    why_text_alone,
 )
 from llm_demo.model.weights_files import Weights, open_weights
 
@@ -72,6 +82,9 @@ def find_source(args: Args, world: World, seq_len: int) -> tuple[Source, list[st
             f"weights: {len(weights.ignored)} not used: {', '.join(weights.ignored[:3])} (a vision "
             "tower, layers of multi-token prediction, rotary frequencies)"
         )
+    why = why_text_alone(folder, weights)
+    if why:
+        lines.append(f"export: the text alone: {why}")
     limit = position_limit(config)
     if limit and seq_len > limit:
         config = copy.deepcopy(config)
@@ -137,19 +150,44 @@ def describe_model(model: Path, tokenizer, folder: Path, config) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def describe(model: Path, out: Path, tokenizer, config=None, dtype=torch.bfloat16) -> list[str]:
+def describe_source(
+    name: str, source: Source, config, model: Path, earlier: Path | None = None
+) -> None:
+    """As describe_model, to the model/ folder of a run, with what the base has beside the text.
+    name: of the base, as given. earlier: the model/ folder of the run that is resumed, whose record
+    is kept: the base may have changed since."""
+    describe_model(source.folder, source.tokenizer, model, config)
+    record = {}
+    if earlier and (earlier / RECORD).is_file():
+        record, small = read_record(earlier), earlier / SMALL_FILES
+    if "tensors" not in record:
+        record, small = record_of(name, source.folder, source.weights), source.folder
+    write_json(model / RECORD, record)
+    if record["why"] is None:
+        copy_small(small, model / SMALL_FILES)
+
+
+def describe(
+    model: Path, out: Path, tokenizer, config=None, dtype=torch.bfloat16, whole: bool = False
+) -> list[str]:
     """Write all that an export holds besides weights and model card: tokenizer, chat template and,
-    for a whole model, configurations. Returns lines for the log. model: the model/ folder of a run.
-    config: the model's; None for adapters. Raises UserError."""
+    for a model, configurations. Returns lines for the log. model: the model/ folder of a run.
+    config: the model's; None for adapters. whole: with what the base has beside the text. Raises
+    UserError."""
     if config:
         config.dtype = dtype
-        for name in ("num_mtp_layers", "mtp_num_hidden_layers"):  # neither trained nor written
-            if getattr(config, name, 0):
+        for name in ("num_mtp_layers", "mtp_num_hidden_layers"):
+            if getattr(config, name, 0) and not whole:
                 setattr(config, name, 0)
         if not config.architectures:  # servers such as vLLM need it
             config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
         config.save_pretrained(out)
         describe_for_version_4(out)
+        if whole:
+            text = json.loads(read_text(out / "config.json"))
+            copy_small(model / SMALL_FILES, out)
+            base = json.loads(read_text(out / "config.json"))
+            write_json(out / "config.json", whole_config(base, text), indent=2)
         write_json(out / "generation_config.json", generation_config(model, tokenizer), indent=2)
     tokenizer.save_pretrained(out)
     name_tokenizer_for_version_4(out)
@@ -226,11 +264,12 @@ def generation_config(folder: Path, tokenizer) -> dict:
 def load_model(name: str, folder: Path, config, dtype: torch.dtype) -> PreTrainedModel:
     """transformers' own model of a folder, on the CPU, in evaluation mode, which generates greedily
     and without penalties. name: what the user calls it; config: from load_config, which no longer
-    says that weights are in fp8 or 4 bits, so these are read here. Raises UserError for what
+    says that weights are in fp8 or 4 bits, so these are read here. So is the text of a model with
+    images, of which transformers renames some and leaves others random. Raises UserError for what
     `refuse_adapter` and transformers refuse."""
     refuse_adapter(name, folder)
     weights, source, values = open_weights(folder), folder, None
-    if weights and (weights.scales or weights.packed):
+    if weights and (weights.scales or weights.packed or weights.renamed):
         source, values = None, {}
         for name in weights.shapes:
             value = weights.read(name)

@@ -26,7 +26,7 @@ from llm_demo.flags.parsing import template_variables
 from llm_demo.machine.process import regular
 from llm_demo.machine.text import blame
 from llm_demo.model.check_config import ANY_LENGTH, problems_of
-from llm_demo.model.families import FAMILIES
+from llm_demo.model.families import FAMILIES, WITH_IMAGES
 from llm_demo.model.local_model import FILES, find_here, refuse_adapter, refuse_pointers
 from llm_demo.model.weights_files import open_weights
 
@@ -36,11 +36,13 @@ MOST_NUMBERS = 1 << 40  # of a weight
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def find_model(name: str, config_in: str | None = None) -> Path:
+def find_model(
+    name: str, config_in: str | None = None, revision: str | None = None, files=FILES
+) -> Path:
     """The local folder of a model: the path itself, or a hub id downloaded to the hub's cache.
 
     config_in: a folder for config.json, if that is all one needs. In the cache it would look like a
-    model without weights."""
+    model without weights. revision, files: of a hub id, what to download."""
     if folder := find_here(name):
         return folder
     from huggingface_hub import snapshot_download, try_to_load_from_cache
@@ -53,7 +55,7 @@ def find_model(name: str, config_in: str | None = None) -> Path:
             only = ["config.json", "adapter_config.json"]
             folder = Path(snapshot_download(name, allow_patterns=only, local_dir=config_in))
         else:
-            folder = Path(snapshot_download(name, allow_patterns=FILES))
+            folder = Path(snapshot_download(name, revision=revision, allow_patterns=files))
     except Exception as e:  # of the hub's client, or of what it connects by
         reason = (str(e).strip().splitlines() or [repr(e)])[0]
         hub = "the hub at HF_ENDPOINT" if os.environ.get("HF_ENDPOINT") else "the hub"
@@ -103,12 +105,12 @@ def load_config(folder: Path, max_len: int, weights_elsewhere: bool = False):
 def text_part(config):
     """Of a model with images, the configuration of what reads text, which is trained; of any other
     model, its own. Raises ValueError if it is of another kind."""
-    kind = next((name for name, f in FAMILIES.items() if f.text_of == config.model_type), None)
-    if kind is None:
+    kinds = WITH_IMAGES.get(config.model_type)
+    if kinds is None:
         return config
     text = config.text_config
-    if text.model_type != kind:
-        raise ValueError(f"text_config has model_type {text.model_type}, not {kind}")
+    if text.model_type not in kinds:
+        raise ValueError(f"text_config has model_type {text.model_type}, not {' or '.join(kinds)}")
     for name in ("tie_word_embeddings", "quantization_config"):
         value = getattr(config, name, None)
         if value:

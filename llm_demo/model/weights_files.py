@@ -25,7 +25,7 @@ from llm_demo.core.errors import UserError
 from llm_demo.machine.files import hash_of
 from llm_demo.machine.process import regular
 from llm_demo.machine.text import blame, differences, progress
-from llm_demo.model.families import OTHER_PARTS, TEXT_PREFIX
+from llm_demo.model.families import OTHER_PARTS, TEXT_NAMES
 from llm_demo.model.local_model import refuse_deepspeed
 
 SAMPLE = 4096  # bytes at the beginning, the middle and the end of a tensor
@@ -96,15 +96,16 @@ def in_files(wanted: dict[str, tuple], as_they_are: Iterable[str] = ()) -> dict[
 
 
 @contextlib.contextmanager
-def _open(file: Path):
+def open_file(file: Path):
     with blame(file, OSError, SafetensorError), safe_open(regular(file), "pt") as opened:
         yield opened
 
 
 def text_name(name: str) -> str:
     """What a tensor of a model with images is called in a model of its text alone."""
-    if name.startswith(TEXT_PREFIX):
-        return f"model.{name.removeprefix(TEXT_PREFIX)}"
+    for begin, ours in TEXT_NAMES.items():
+        if name.startswith(begin):
+            return ours + name.removeprefix(begin)
     return name
 
 
@@ -131,12 +132,16 @@ class Weights:
         extra = [n.removesuffix(EXTRA) for n in self.files if n.endswith(f".{EXTRA}")]
         unused = (*OTHER_PARTS, *extra)
         self.ignored = [n for n in self.files if n.startswith(unused) or n.endswith(ROTARY)]
+        self.renamed = any(ours != name for ours, name in self.names.items())
+        self.untrained = {}  # of what exports keep: {name in the files: file}
         for name in self.ignored:
-            del self.files[name]
+            file = self.files.pop(name)
+            if name.startswith(unused):
+                self.untrained[self.names[name]] = file
         self.bytes_read, self.bar = 0, None
         self.stored, self.kinds = {}, {}
         for file in sorted(set(self.files.values())):
-            with _open(file) as opened:
+            with open_file(file) as opened:
                 for name in self._names_in(file):
                     tensor = opened.get_slice(self.names[name])
                     self.stored[name] = tuple(tensor.get_shape())
@@ -197,7 +202,7 @@ class Weights:
         files they are in. Reading all values would take minutes for a large model."""
         samples = {}
         for file in set(self.files.values()):
-            with _open(file) as opened:
+            with open_file(file) as opened:
                 for name in self._names_in(file):
                     about = opened.get_slice(self.names[name])
                     values = opened.get_tensor(self.names[name])  # mapped
@@ -278,6 +283,13 @@ class Weights:
 
 def open_weights(folder: Path) -> Weights | None:
     """The folder's weights; None if it holds none. Raises UserError for other formats."""
+    places = places_in(folder)
+    return None if places is None else Weights(folder, places)
+
+
+def places_in(folder: Path) -> dict[str, Path] | None:
+    """{name: file} of the folder's tensors; None if it holds none. Raises UserError for other
+    formats."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if os.path.lexists(index):
         with blame(index):
@@ -285,10 +297,9 @@ def open_weights(folder: Path) -> Weights | None:
             away = [f for f in places.values() if f.startswith("/") or ".." in Path(f).parts]
             if away:
                 raise ValueError(f"it names {away[0]}, which is not in its folder")
-            files = {name: folder / file for name, file in places.items()}
-        return Weights(folder, files)
+            return {name: folder / file for name, file in places.items()}
     if os.path.lexists(single):
-        return weights_in([single])
+        return names_in([single])
     refuse_deepspeed(folder)
     other = [*folder.glob("*.bin"), *folder.glob("*.pth"), *folder.glob("*.safetensors")]
     if other:
@@ -301,11 +312,16 @@ def open_weights(folder: Path) -> Weights | None:
 
 def weights_in(files: list[Path]) -> Weights:
     """The weights in all of these files of a folder."""
+    return Weights(files[0].parent, names_in(files))
+
+
+def names_in(files: list[Path]) -> dict[str, Path]:
+    """{name: file} of the tensors in all of these files."""
     places = {}
     for file in files:
-        with _open(file) as opened:
+        with open_file(file) as opened:
             places |= dict.fromkeys(opened.keys(), file)
-    return Weights(files[0].parent, places)
+    return places
 
 
 @contextlib.contextmanager
@@ -323,13 +339,18 @@ def fingerprint(config) -> str:
     return hash_of({k: v for k, v in config.to_dict().items() if k != "_name_or_path"})[:12]
 
 
+def found_at(name: str, folder: Path) -> str:
+    """Where a model's folder is found again: its path, or the hub id by which it was given."""
+    local = Path(os.path.expanduser(name)) == folder
+    return str(folder.absolute()) if local else name
+
+
 def identity_of(
     name: str, folder: Path, weights: Weights | None, seed: int = 0, device: str = ""
 ) -> dict:
     """What adapters belong to. name: of the model, as given. Random weights are known by their seed
     and by the device that draws them."""
-    local = Path(os.path.expanduser(name)) == folder
-    base = {"path": str(folder.absolute()) if local else name}
+    base = {"path": found_at(name, folder)}
     if weights:
         return base | {"weights": weights.digest()}
     return base | {"weights": "random", "seed": seed, "drawn on": device}

@@ -23,10 +23,10 @@ from llm_demo.model.export_files import (
     write_adapter,
     write_weights,
 )
-from llm_demo.model.families import family_of
 from llm_demo.model.low_bits import fp8_config
 from llm_demo.model.model_folder import describe
 from llm_demo.model.source import find_model, load_tokenizer
+from llm_demo.model.untrained import TEXT_ALONE, Untrained, read_record, untrained_in
 from llm_demo.model.weights_files import (
     Weights,
     base_digest,
@@ -43,8 +43,8 @@ IN_4_BITS = (
     "weights, so the model answers a little differently: evaluate it"
 )
 OF_TEXT = (
-    "load the base with AutoModelForCausalLM: on a class with images these adapters have no "
-    "effect; for servers --merge them"
+    "load the base with a class for text (AutoModelForCausalLM of Qwen3.5): on a class with images "
+    "these adapters have no effect; for servers --merge them"
 )
 TEMPLATE = ("learn_reasoning", "chat_template_kwargs")
 CARD = """---
@@ -75,11 +75,12 @@ def export(
     max_shard_size: str | int = "5GB",
     merge: bool = False,
     base: str | None = None,
+    text_only: bool = False,
 ) -> str:
     """Write weights, config, generation config, tokenizer and model card to `out`, which appears
     only when complete. A run of adapters is written without the base's weights and configurations,
-    or with `merge` as the merged model. base: where that base is now. Returns a line for the log.
-    Raises UserError if `out` is not empty."""
+    or with `merge` as the merged model. base: where that base is now. text_only: without what the
+    base has beside the text. Returns a line for the log. Raises UserError if `out` is not empty."""
     refuse_used(out)
     model = checkpoint.parent.parent / "model"
     if not (model / "config.json").is_file():
@@ -87,16 +88,19 @@ def export(
             f"{model}/config.json is missing: resume the run in {model.parent}, which writes it "
             "again (its command with --resume auto)"
         )
-    lora = checked_facts(checkpoint).get("adapters")
-    if not lora and (merge or base):
-        raise UserError(f"--{'merge' if merge else 'base'}: {checkpoint} holds no adapters")
+    lora, record = checked_facts(checkpoint).get("adapters"), read_record(model)
     whole, fp8 = merge or not lora, dtype == "fp8"
-    if fp8 and not whole:
-        raise UserError(f"--dtype {dtype}: {checkpoint} holds adapters: merge them, with --merge")
+    more = whole and not text_only and record["why"] is None  # than the text
+    if not lora and (merge or base and not more):
+        raise UserError(f"--{'merge' if merge else 'base'}: {checkpoint} holds no adapters")
+    if not whole and (fp8 or text_only):
+        flag = f"--dtype {dtype}" if fp8 else "--text_only"
+        raise UserError(f"{flag}: {checkpoint} holds adapters: merge them, with --merge")
     bits = lora["base"].get("bits") if lora else None
     weights = None  # of the base
-    if merge or base:
+    if lora and (merge or base):
         lora, weights = find_base(checkpoint, lora, base)
+    untrained = find_untrained(record, base) if more else TEXT_ALONE
     with appearing(out) as part:
         config, shapes, in_fp32 = described_model(model)
         held = factors_of(lora, shapes) if lora else shapes
@@ -107,8 +111,14 @@ def export(
         if whole:
             written = copy.deepcopy(config)
             if fp8:
-                written.quantization_config = fp8_config(in_files(shapes))
-            notes = describe(model, part, tokenizer, written, kind)
+                inside = "model.language_model." if more and record["images"] else "model."
+                quantization = fp8_config(in_files(shapes), untrained.places, inside)
+                written.quantization_config = quantization
+            notes = describe(model, part, tokenizer, written, kind, whole=more)
+            if more:
+                notes.append(f"the whole model: what was not trained is as in {record['path']}")
+            elif record["why"] and not text_only:
+                notes.append(f"note: the text alone: {record['why']}")
             if lora:
                 read = merged(read, held, lora, weights)
             n_bytes = write_weights(
@@ -119,18 +129,35 @@ def export(
                 max_shard_size=max_shard_size,
                 in_fp32=in_fp32,
                 fp8=fp8,
+                untrained=untrained,
             )
             if bits == 4 and not (weights and weights.packed):
                 notes.append(IN_4_BITS)
         else:
             notes = describe(model, part, tokenizer)
             n_bytes = write_adapter(folder=part, read=read, shapes=held, dtype=kind, lora=lora)
-            if family_of(config).text_of:
+            if record["images"]:
                 notes.append(OF_TEXT)
         write_text(part / "README.md", card(checkpoint, out.name, None if whole else lora))
     what = "weights" if whole else "adapters"
     line = f"exported {checkpoint} to {out}: {n_bytes / 1e6:,.0f} MB of {what} in {dtype}"
     return "\n".join([line, *notes])
+
+
+def find_untrained(record: dict, base: str | None) -> Untrained:
+    """What a run recorded of its base. base: the folder or hub id if it has moved. Raises UserError
+    if it is gone, or not as it was."""
+    try:
+        if base:
+            return untrained_in(find_model(base), record)
+        files = ["*.json", *record["files"]]
+        folder = find_model(record["path"], revision=record["revision"], files=files)
+        return untrained_in(folder, record)
+    except UserError as e:
+        raise UserError(
+            f"{e}; name a copy of the base as it was with --base, or write the text alone with "
+            "--text_only (python -m llm_demo.export)"
+        ) from None
 
 
 def find_base(checkpoint: Path, lora: dict, base: str | None) -> tuple[dict, Weights]:

@@ -21,7 +21,7 @@ from llm_demo.machine.dist import from_rank0
 from llm_demo.machine.files import finite, write_json
 from llm_demo.machine.text import counted
 from llm_demo.model.costs import parameters_of, state_bytes
-from llm_demo.model.model_folder import describe_model
+from llm_demo.model.model_folder import describe_source
 from llm_demo.run.folder import published
 from llm_demo.run.log import Log
 from llm_demo.run.plan import make_plan
@@ -84,13 +84,6 @@ class Job:
         """Make timer, records and saver, which begin after the checkpoint, if there is one."""
         args, world, log, plan = self.args, self.world, self.log, self.plan
         lora, source = plan.compute.lora, plan.source
-        describe = functools.partial(
-            describe_model,
-            source.folder,
-            source.tokenizer,
-            folder=log.folder / "model",
-            config=plan.described,
-        )
         self.saver = Saver(
             args,
             world,
@@ -99,9 +92,16 @@ class Job:
             copies=copies,
             adapters=lora.facts() if lora else None,
             model=configuration_of(source.config),
-            describe=describe,
         )
-        first = self.saver.first_step
+        first, path = self.saver.first_step, self.saver.path
+        self.saver.describe = functools.partial(
+            describe_source,
+            args.model_name_or_path,
+            source,
+            plan.described,
+            model=log.folder / "model",
+            earlier=path and path.parent.parent / "model",
+        )
         self.timer = StepTimer(world, args.comm_timer)
         self.records = Records(
             args,

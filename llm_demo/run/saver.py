@@ -36,8 +36,9 @@ class Saver:
 
     identity: what the rows of a step depend on. copies: the tensors to save are already copies on
     the CPU (gathered by a pipeline's replicas), not the trained ones. adapters: Lora.facts() if the
-    run trains those instead of the model. model: its configuration. describe(): called on rank 0
-    once this run owns the folder, to write what an export needs beside the weights."""
+    run trains those instead of the model. model: its configuration. describe(), which is set later:
+    called on rank 0 once this run owns the folder, to write what an export needs beside the
+    checkpoint."""
 
     def __init__(
         self,
@@ -49,10 +50,9 @@ class Saver:
         copies: bool = False,
         adapters: dict | None = None,
         model: dict | None = None,
-        describe: Callable[[], None] = lambda: None,
     ):
         self.args, self.world, self.log = args, world, log
-        self.identity, self.copies, self.describe = identity, copies, describe
+        self.identity, self.copies, self.describe = identity, copies, lambda: None
         self.adapters, self.model = adapters, model or {}
         self.in_background = True  # unless the host is short of memory
         self.folder = log.folder / "checkpoints"
