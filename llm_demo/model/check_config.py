@@ -56,10 +56,9 @@ def problems_of_layers(config, family: Family) -> Iterator[str]:
             yield "layer_types has sliding_attention, but sliding_window is not set"
     if any(w is not None and w < 1 for w in windows_of(config)):
         yield f"sliding_window {window} is not a positive number of tokens"
-    everywhere = hasattr(type(config), "sliding_window") and not hasattr(
-        type(config), "layer_types"
-    )
-    if everywhere and window is not None and "full_attention" in layers:
+    kind = type(config)  # which says what the model reads
+    in_every_layer = hasattr(kind, "sliding_window") and not hasattr(kind, "layer_types")
+    if in_every_layer and window is not None and "full_attention" in layers:
         yield (
             f"layer_types has full_attention, but {config.model_type} uses sliding_window in every "
             "layer: remove one of them"

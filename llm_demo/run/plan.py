@@ -67,11 +67,6 @@ class Data(NamedTuple):
     def packs(self) -> list[Rows]:
         return [rows for rows in (self.train, self.heldout) if rows]
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest document."""
-        return max(rows.longest for rows in self.packs())
-
 
 class Horizon(NamedTuple):
     """The length of the run and the size of its steps."""
