@@ -11,7 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT
-from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+)
 
 from llm_demo.core import attention
 from llm_demo.core.attention import BACKENDS, make_documents
@@ -161,20 +167,22 @@ def small(kind, impl):
     config = kind(
         vocab_size=64, hidden_size=64, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, initializer_range=0.2,
+        sliding_window=30,  # which Llama does not know, and Qwen3 does not use unless told to
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config, attn_implementation=f"packed_{impl}")
 
 
 @pytest.mark.parametrize("poison", [False, True], ids=["change", "nan"])
 @pytest.mark.parametrize("impl", [*ON_CPU, *ON_GPU])
-@pytest.mark.parametrize("model_type", ["qwen3", "llama"])
+@pytest.mark.parametrize("model_type", ["qwen3", "llama", "mistral"])
 def test_documents_do_not_see_each_other(impl, model_type, poison, request):
     """Another content of document i leaves document j's outputs and gradients equal to the bit."""
     if poison and impl == "math":
         pytest.skip("a mask can't keep NaN out: 0 x NaN is NaN")
     device, dtype = place(impl, request)
     torch.manual_seed(0)
-    lm = small({"qwen3": Qwen3Config, "llama": LlamaConfig}[model_type], impl).to(device, dtype)
+    kinds = {"qwen3": Qwen3Config, "llama": LlamaConfig, "mistral": MistralConfig}
+    lm = small(kinds[model_type], impl).to(device, dtype)
     cu = boundaries()
     documents = make_documents(cu, (B, S), impl, device)
     positions = position_ids(cu.to(device), (B, S))

@@ -56,7 +56,7 @@ def attend_documents(
     boundaries: Tensor,
     long: int,
     scale: float,
-    window: int | None = None,
+    window: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention within documents: q [T, H, D], k and v [T, KV, D], bf16 or fp16, ->
     (out [T, H, D], logarithms of the softmax's sums, fp32 [H, T]).
