@@ -135,14 +135,17 @@ from llm_demo.memory import (
 from llm_demo.model.adapters import ALL, choose_lora
 from llm_demo.model.costs import (
     Sizes,
-    experts_of,
     heads_of,
-    is_hybrid,
     refuse_shares,
     share_of_heads,
     sizes_of,
 )
-from llm_demo.model.families import is_mixture
+from llm_demo.model.families import (
+    experts_of,
+    family_of,
+    is_hybrid,
+    is_mixture,
+)
 from llm_demo.model.model_folder import open_model
 from llm_demo.model.source import find_model
 from llm_demo.run.choices import Compute, choose_compile
@@ -230,7 +233,7 @@ def choices(config, ask, pipeline: bool = True) -> Iterator[Choice]:
         found += settings_to_measure(config, ask)
     for settings in found:
         for batch in with_batches(ask, settings):
-            yield choice_of(config, sizes, ask, batch)
+            yield choice_of(sizes, ask, batch)
 
 
 def savings(config, ask) -> list[Settings]:
@@ -269,7 +272,10 @@ def fsdp_settings(config, ask) -> Iterator[Settings]:
     """Without the sizes of batches."""
     n_experts, rows, shares = experts_of(config) or 1, [1], [1]
     experts = [n for n in range(1, ask.cards + 1) if ask.cards % n == n_experts % n == 0]
-    if not is_hybrid(config):  # which takes whole rows and matrices
+    tested = family_of(config).tested
+    if not tested:  # a proof covers no spreading
+        experts = [1]
+    if tested and not is_hybrid(config):  # which takes whole rows and matrices
         if ask.seq_len >= LONG_DOCUMENT:
             rows = spreads(ask, share_of_heads, heads_of(config))
         if ask.tokens_a_step <= FEW * ask.cards and ask.base_bits == 16:
@@ -364,12 +370,17 @@ def with_batches(ask, settings: Settings) -> Iterator[Settings]:
         yield replace(settings, micro_batch_size=micro, grad_accum_steps=accum)
 
 
-def choice_of(config, sizes: Sizes, ask, settings: Settings) -> Choice:
+def choice_of(sizes: Sizes, ask, settings: Settings) -> Choice:
     recomputed = settings.use_activation_checkpointing
     if settings.stages > 1:
         pieces = settings.stages * (1 if settings.schedule == "1f1b" else 2)
         counts = split(
-            config, pieces, "balanced", settings.micro_batch_size, ask.seq_len, recomputed
+            sizes,
+            pieces,
+            "balanced",
+            micro_batch=settings.micro_batch_size,
+            seq_len=ask.seq_len,
+            checkpointing=recomputed,
         )
         settings = replace(settings, counts=counts)
     elif recomputed:

@@ -20,16 +20,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from fsdp.flags import GROUPS
 from llm_demo.flags.args import parse_args
 from llm_demo.model.adapter_folder import BASE, BITS, open_adapter
-from llm_demo.model.adapters import (
-    ALL,
-    add_adapter,
-    choose_lora,
-    factors_of,
-    matrices_in,
-    origin,
-    start_of,
-)
+from llm_demo.model.adapters import ALL, add_adapter, choose_lora, matrices_in, origin, start_of
 from llm_demo.model.weights_files import base_digest
+from llm_demo.options.lora import factors_of
 
 HOW = {  # of adapters
     "tied": {"target_modules": ["q_proj", "down_proj"], "use_rslora": True, "lora_alpha": 5},

@@ -11,7 +11,7 @@ from conftest import ROOT, TINY, ZERO, logged, slow, smaller_model, train_cases
 from llm_demo.core.decoder import skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.timer import CommTimer
-from llm_demo.model.costs import unit_sizes
+from llm_demo.model.costs import sizes_of, unit_sizes
 from llm_demo.model.source import load_config
 from llm_demo.run.cut import costs, describe_split, split
 from pp import deepspeed_base, ds_engine, ds_patches
@@ -19,19 +19,20 @@ from pp.ds_engine import layer_specs
 from zero import ds_engine as zero_engine
 
 QWEN = load_config(ROOT / "models/qwen3-0.6b", 1024)
+SIZES = sizes_of(QWEN)
 
 
 def test_balanced_split_counts_both_ends():
     """Qwen3-0.6B's head takes as long as 7.2 blocks with 8 rows; recomputation makes blocks dearer,
     not the head; with a single row the embedding's gradient counts for as much as 4 blocks."""
-    assert split(QWEN, 2, "balanced", 8, 1024, False) == [17, 11]
-    assert split(QWEN, 2, "balanced", 8, 1024, True) == [17, 11]
-    assert split(QWEN, 2, "balanced", 1, 1024, True) == [15, 13]
-    assert split(QWEN, 2, "balanced", 1, 16384, False) == [15, 13]
-    assert split(QWEN, 2, "uniform", 8, 1024, False) == [14, 14]
-    assert split(QWEN, 3, "uniform", 8, 1024, False) == [10, 9, 9]
-    assert split(QWEN, 2, "parameters", 8, 1024, False) == [14, 14]
-    assert split(QWEN, 2, "20,8", 8, 1024, False) == [20, 8]
+    assert split(SIZES, 2, "balanced", 8, 1024, False) == [17, 11]
+    assert split(SIZES, 2, "balanced", 8, 1024, True) == [17, 11]
+    assert split(SIZES, 2, "balanced", 1, 1024, True) == [15, 13]
+    assert split(SIZES, 2, "balanced", 1, 16384, False) == [15, 13]
+    assert split(SIZES, 2, "uniform", 8, 1024, False) == [14, 14]
+    assert split(SIZES, 3, "uniform", 8, 1024, False) == [10, 9, 9]
+    assert split(SIZES, 2, "parameters", 8, 1024, False) == [14, 14]
+    assert split(SIZES, 2, "20,8", 8, 1024, False) == [20, 8]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,7 @@ def test_balanced_split_counts_both_ends():
 def test_costs_are_those_measured(model, micro, checkpointing, pieces, work, within):
     """On two H200 (h200-x2/teff.jsonl, speed.jsonl): step_ms without exposed communication."""
     config = load_config(ROOT / "models" / model, 1024)
-    first, blocks, last = costs(config, micro, 1024, checkpointing)
+    first, blocks, last = costs(sizes_of(config), micro, 1024, checkpointing)
     begun = list(itertools.accumulate(pieces, initial=0))
     each = [sum(blocks[a:b]) for a, b in itertools.pairwise(begun)]
     each[0] += first
@@ -60,7 +61,7 @@ def test_costs_are_those_measured(model, micro, checkpointing, pieces, work, wit
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_balanced_split_is_the_best_there_is(stages, checkpointing):
-    embedding, blocks, head = costs(QWEN, 8, 1024, checkpointing)
+    embedding, blocks, head = costs(SIZES, 8, 1024, checkpointing)
     block = blocks[0]
 
     def dearest(counts):
@@ -70,7 +71,7 @@ def test_balanced_split_is_the_best_there_is(stages, checkpointing):
         return max(each)
 
     every = (c for c in itertools.product(range(1, 29), repeat=stages) if sum(c) == 28)
-    chosen = split(QWEN, stages, "balanced", 8, 1024, checkpointing)
+    chosen = split(SIZES, stages, "balanced", 8, 1024, checkpointing)
     assert dearest(chosen) == min(dearest(c) for c in every)
 
 
@@ -82,7 +83,7 @@ def test_splits_that_do_not_fit():
         (2, "2,2,2", "give 2 counts"),
     ):
         with pytest.raises(UserError, match=message):
-            split(load_config(TINY, 1024), stages, partition, 4, 1024, False)
+            split(sizes_of(load_config(TINY, 1024)), stages, partition, 4, 1024, False)
 
 
 def test_bounds_and_their_description():
@@ -96,7 +97,7 @@ def test_bounds_and_their_description():
         sizes = [unit_sizes(QWEN, count, unit) for count in counts]
         layers, made = layer_specs(lm.config, None, sizes, [None] * len(counts), False, None)
         assert made == bounds and len(layers) == bounds[-1]
-    said = describe_split([14, 14], [0, 1], QWEN, 8, 1024, False)
+    said = describe_split([14, 14], [0, 1], SIZES, 8, 1024, False)
     assert "stage 0: 14 blocks 41% of the work" in said
     assert "stage 1: 14 blocks + head 59% of the work; the largest share is 1.19 x the mean" in said
 

@@ -27,6 +27,7 @@ from transformers import (
 from llm_demo.core.errors import UserError
 from llm_demo.model.check_config import problems_of
 from llm_demo.model.costs import parameters_of, refuse_shares
+from llm_demo.model.families import family_of
 from llm_demo.model.model_folder import describe_for_version_4, open_model
 from llm_demo.run.export_run import export
 
@@ -182,7 +183,7 @@ def test_transformers_4_rotates_the_same_part(name, tmp_path):
     for more in ({}, {"attention_factor": 1.5}):  # which version 4 has no way to say
         rope |= more
         config.save_pretrained(tmp_path)
-        describe_for_version_4(tmp_path)
+        describe_for_version_4(tmp_path, family_of(config))
         written = json.loads((tmp_path / "config.json").read_text())
         assert written["partial_rotary_factor"] == 0.75
         if name == "phi3_long" and not more:

@@ -36,11 +36,11 @@ from llm_demo.core.decoder import FUSED, Blocks, blocks_with_experts, materialis
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import Routers
 from llm_demo.core.rows import position_ids
-from llm_demo.model.adapters import choose_lora, factors_of, merge_into
+from llm_demo.model.adapters import choose_lora
 from llm_demo.model.export_files import write_adapter
 from llm_demo.model.source import load_config
 from llm_demo.model.weights_files import open_weights
-from llm_demo.options.lora import apply_lora
+from llm_demo.options.lora import apply_lora, factors_of, merge_into
 from llm_demo.run.checkpoint_files import read_tensors, weights_of
 
 

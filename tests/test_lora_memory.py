@@ -11,7 +11,11 @@ from transformers import Qwen3Config
 from fsdp.pieces import use_pieces
 from llm_demo.core.attention import make_documents
 from llm_demo.core.decoder import Blocks, allocate, skeleton
-from llm_demo.model.costs import experts_of, flops_of_slot, sizes_of
+from llm_demo.model.costs import (
+    flops_of_slot,
+    sizes_of,
+)
+from llm_demo.model.families import experts_of
 from llm_demo.model.source import load_config
 from llm_demo.options.lora import apply_lora
 from llm_demo.run.choices import Compute
@@ -53,7 +57,7 @@ def test_flops_leave_out_the_gradients_of_frozen_weights():
     lora = lora_of(config)  # of 43,646,976 parameters
     for of_run, slot in ((None, 6 * weights), (lora, 4 * weights + 6 * 43_646_976)):
         compute = Compute(torch.bfloat16, "varlen", compile=True, lora=of_run)
-        plan = Plan(source, data, compute, None, None, {}, 0, config)
+        plan = Plan(source, data, compute, None, None, {}, 0, config, sizes)
         assert plan.flops_of(np.arange(3)) == 3 * 1024 * (slot + attention)
 
 

@@ -26,13 +26,12 @@ from llm_demo.model import export_files
 from llm_demo.model.costs import (
     active_of,
     block_costs,
-    experts_of,
     flops_of_slot,
-    mixed_blocks,
     parameters_of,
     sizes_of,
     unit_sizes,
 )
+from llm_demo.model.families import experts_of
 from llm_demo.model.source import load_config
 from llm_demo.model.weights_files import open_weights
 from llm_demo.run.cut import costs, describe_split, parameters, split
@@ -107,9 +106,9 @@ def test_flops_are_of_active_weights_and_of_attentions_own_widths():
 @pytest.mark.parametrize("pieces", [1, 2, 3, 4])
 @pytest.mark.parametrize("partition", ["balanced", "parameters"])
 def test_each_block_weighs_its_own(name, pieces, partition):
-    config = TINY[name]
+    sizes = sizes_of(TINY[name])
     by_parameters = partition == "parameters"
-    first, blocks, last = parameters(config) if by_parameters else costs(config, 4, 64, False)
+    first, blocks, last = parameters(sizes) if by_parameters else costs(sizes, 4, 64, False)
     assert len(set(blocks)) == 2
 
     def dearest(counts):
@@ -121,17 +120,17 @@ def test_each_block_weighs_its_own(name, pieces, partition):
 
     every = (c for c in itertools.product(range(1, 5), repeat=pieces) if sum(c) == 4)
     best = min(dearest(counts) for counts in every)
-    assert dearest(split(config, pieces, partition, 4, 64, False)) == pytest.approx(best)
+    assert dearest(split(sizes, pieces, partition, 4, 64, False)) == pytest.approx(best)
 
 
 def test_dense_first_blocks_count_in_the_cut():
     """DeepSeek-V3's three dense blocks have 1/20 of the others' parameters, and as much work: 8 + 1
     experts of 2,048 are as wide as a dense block's 18,432."""
-    assert split(DEEPSEEK, 4, "parameters", 4, 4096, True) == [17, 15, 15, 14]
-    assert split(DEEPSEEK, 4, "uniform", 4, 4096, True) == [16, 15, 15, 15]
-    assert split(DEEPSEEK, 2, "balanced", 4, 4096, False) == [31, 30]
-    said = describe_split([3, 58], [0, 1], DEEPSEEK, 4, 4096, False)
-    embedding, blocks, head = costs(DEEPSEEK, 4, 4096, False)
+    assert split(sizes_of(DEEPSEEK), 4, "parameters", 4, 4096, True) == [17, 15, 15, 14]
+    assert split(sizes_of(DEEPSEEK), 4, "uniform", 4, 4096, True) == [16, 15, 15, 15]
+    assert split(sizes_of(DEEPSEEK), 2, "balanced", 4, 4096, False) == [31, 30]
+    said = describe_split([3, 58], [0, 1], sizes_of(DEEPSEEK), 4, 4096, False)
+    embedding, blocks, head = costs(sizes_of(DEEPSEEK), 4, 4096, False)
     share = (embedding + sum(blocks[:3])) / (embedding + sum(blocks) + head)
     assert f"stage 0: 3 blocks {share:.0%} of the work" in said
 
@@ -321,7 +320,9 @@ def test_exported_experts_give_the_same_logits(name, shards, dtype, tmp_path, al
     assert len(files) >= shards
     tensors = {n: t for file in files for n, t in load_file(file).items()}
     assert not any(n.endswith(("gate_up_proj", "experts.down_proj")) for n in tensors)
-    experts = sum(mixed_blocks(model.config)) * experts_of(model.config)
+    experts = sum(block.chosen > 0 for block in block_costs(model.config)) * experts_of(
+        model.config
+    )
     assert sum(".mlp.experts." in n for n in tensors) == 3 * experts
     assert sum(t.nbytes for t in tensors.values()) == pytest.approx(size, rel=0.01)
     if shards > 1:

@@ -312,9 +312,7 @@ def test_the_flops_of_a_step_know_adapters(active):
     config = load_config(TINY, 64)
     lora = active and SimpleNamespace(active=active)
     train = SimpleNamespace(seq_len=64, attended=lambda rows: 32)
-    source = SimpleNamespace(config=config)
-    plan = SimpleNamespace(
-        compute=SimpleNamespace(lora=lora), data=SimpleNamespace(train=train), source=source
-    )
-    per_slot = flops_of_slot(sizes_of(config), 32, active)
+    sizes, data = sizes_of(config), SimpleNamespace(train=train)
+    plan = SimpleNamespace(compute=SimpleNamespace(lora=lora), data=data, sizes=sizes)
+    per_slot = flops_of_slot(sizes, 32, active)
     assert Plan.flops_of(plan, np.zeros(4)) == 4 * 64 * per_slot

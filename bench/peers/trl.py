@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from llm_demo.machine.files import ROOT
-from llm_demo.model.costs import is_hybrid
+from llm_demo.model.families import family_name, is_hybrid
 from llm_demo.run.choices import try_rule
 from llm_demo.run.folder import WARMUP, environment
 from llm_demo.run.records import SETTLED
@@ -126,7 +126,7 @@ def tokenizer():
 def give_rule(config, dtype: str) -> None:
     """Let transformers' linear attention use the kernel that our scripts would: its own choice of
     fla's kernels has no right backward on some cards."""
-    family = config.model_type.removesuffix("_text")
+    family = family_name(config).removesuffix("_text")
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     rules = ("fla", "fla_kda") if importlib.util.find_spec("fla") else ()
     rule = next((r for r in rules if try_rule(r, dtype, config) is None), None)

@@ -53,11 +53,10 @@ def skeleton(config, attn_impl: str, weights=None, product: str = "looped") -> P
     weights: their source, with `check` and `read` as weights_files.Weights. Raises UserError naming
     a tensor that is missing there, has another shape, or is not in the model. product: of experts,
     see experts.PRODUCTS."""
+    own = copy.deepcopy(config)  # in which the model notes its kernels
+    own._experts_implementation = "eager"  # ours are known once they are imported
     with init_empty_weights(include_buffers=False), no_init_weights():
-        # a copy, in which the model notes its kernels
-        model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), attn_implementation=f"packed_{attn_impl}"
-        )
+        model = AutoModelForCausalLM.from_config(own, attn_implementation=f"packed_{attn_impl}")
     if rope_type(config) == "longrope":
         model.model.rotary_emb = LongRope(config)
     # Granite scales outside of its modules, which alone are run here
@@ -117,7 +116,7 @@ class Blocks(nn.Module):
             if self.checkpointing and torch.is_grad_enabled():
                 # the same experts again, even if two are equal
                 kept = list(self.kept)
-                if hasattr(block.mlp, "experts"):
+                if blocks_with_experts(block):
                     kept.append(CHOICE)
                 hidden = recomputed(
                     block, hidden, self.list_results_to_keep, self.dropout, kept, **inputs

@@ -37,11 +37,11 @@ class Routers(nn.Module):
         super().__init__()
         self.routers = nn.ModuleList(block.mlp.gate for block in blocks)
         self.load = 0  # choices, summed over ranks and not taken yet
-        for router in self.routers:
+        for block, router in zip(blocks, self.routers, strict=True):
             count = torch.zeros(router.num_experts, dtype=torch.int64)
             router.register_buffer("chosen", count, persistent=False)
             router.real = router.push = router.mass = None
-            if not hasattr(router, "e_score_correction_bias"):
+            if not any(hasattr(m, "e_score_correction_bias") for m in (router, block.mlp)):
                 # a method: the compiler would see a new function in each block otherwise
                 router.forward = types.MethodType(_choose, router)
             router.register_forward_pre_hook(_in_fp32)
@@ -133,7 +133,7 @@ def _choose(router, hidden):
 
 
 def _in_fp32(router, args):
-    return (args[0].float(),)
+    return (args[0].float(), *args[1:])
 
 
 def _count_choices(router, args, outputs):

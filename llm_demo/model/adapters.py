@@ -14,10 +14,11 @@ from llm_demo.machine.device import drawn_on
 from llm_demo.machine.dist import from_rank0, same_on_all_nodes
 from llm_demo.machine.text import short
 from llm_demo.model.adapter_folder import Adapter, open_adapter
-from llm_demo.model.costs import experts_of, parameters_of
+from llm_demo.model.costs import parameters_of
+from llm_demo.model.families import experts_of
 from llm_demo.model.weights_files import Weights, base_digest, identity_of, text_name
 from llm_demo.options.four_bits import BLOCK, row_bytes
-from llm_demo.options.lora import Lora, matrices_of, target_of
+from llm_demo.options.lora import Lora, factor_names, factors_of, matrices_of, merge_into, target_of
 
 ALL = "all-linear"  # of --lora_targets; PEFT's name for it
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -181,36 +182,6 @@ def in_4_bits(shapes: dict[str, tuple], packed: Container[str] | None) -> tuple[
             numbers += math.prod(shape)
             taken += shape[0] * row_bytes(shape[1])
     return numbers, taken
-
-
-def factor_names(name: str) -> tuple[str, str]:
-    """The names of a matrix's factors A and B."""
-    if fused(name):
-        return f"{name}_lora_A", f"{name}_lora_B"
-    layer = name.removesuffix(".weight")
-    return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
-
-
-def factors_of(lora: dict, shapes: dict[str, tuple]) -> dict[str, tuple]:
-    """{name: shape} of the factors over a model. lora: as of `Lora.facts`; shapes: of the model."""
-    factors = {}
-    for name, (*experts, outputs, inputs) in matrices_of(shapes).items():
-        if target_of(name) in lora["targets"]:
-            a, b = factor_names(name)
-            factors[a] = *experts, lora["rank"], inputs
-            factors[b] = *experts, outputs, lora["rank"]
-    return factors
-
-
-@torch.no_grad()
-def merge_into(
-    name: str, weight: torch.Tensor, factors: dict[str, torch.Tensor], lora: dict
-) -> None:
-    """Add to a frozen weight, fp32, in place, the product of its factors, if it has any."""
-    a, b = map(factors.get, factor_names(name))
-    if a is not None:
-        add = weight.baddbmm_ if weight.ndim == 3 else weight.addmm_
-        add(b, a, alpha=lora["alpha"] / lora["rank"])
 
 
 @torch.no_grad()

@@ -1,14 +1,22 @@
-"""Parameters and FLOPs of a decoder, per block, from its configuration."""
+"""Parameters and FLOPs of a decoder, per block, counted in its modules."""
 
+import copy
 import itertools
 import math
 from typing import NamedTuple
 
+import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
+from llm_demo.core.decoder import blocks_with_experts, delta_layers, fused
 from llm_demo.core.errors import UserError
-from llm_demo.model.families import family_of
+from llm_demo.model.families import family_name, family_of, is_hybrid
 
+MOST_NUMBERS = 1 << 40  # of a weight
+MIXERS = ("self_attn", "linear_attn")  # of tokens, in a block
+# latent attention: matrices whose outputs serve all heads
+OF_ALL_HEADS = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
 MASTER_BYTES = 4  # of a parameter's fp32 master
 MOMENT_BYTES = {"fp32": 8, "bf16": 4}  # of both of AdamW's moments of it, by --optim_state
 OVERHEAD = 200  # tokens that take as long as adding a micro-batch's gradients to their sums
@@ -92,49 +100,68 @@ def on_a_rank(block: Cost, shares: int, spread: int) -> float:
     return block.parameters - block.cut * (1 - 1 / shares) - block.routed * (1 - 1 / spread)
 
 
+def on_meta(config):
+    """transformers' model of a configuration, without memory. Its attention and experts are eager:
+    the configuration may name flash attention that is not installed, or a kernel to download, or be
+    of a model that got ours. Raises ValueError for a weight of no or absurdly many numbers."""
+    config = copy.deepcopy(config)
+    config._experts_implementation = "eager"
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager", trust_remote_code=False
+        )
+    for name, p in model.named_parameters():
+        if not 0 < p.numel() < MOST_NUMBERS:
+            raise ValueError(f"{name} would be of shape {tuple(p.shape)}")
+    return model
+
+
 def block_costs(config) -> list[Cost]:
-    """The cost of each decoder block."""
-    kinds = kinds_of(config)
-    costs = {kind: _cost(config, *kind) for kind in set(kinds)}  # reading a configuration is slow
+    """The cost of each decoder block, counted in transformers' own modules."""
+    costs = [_cost(config, block) for block in on_meta(config).model.layers]
     windows = windows_of(config)
-    return [costs[kind]._replace(window=w) for kind, w in zip(kinds, windows, strict=True)]
+    return [cost._replace(window=w) for cost, w in zip(costs, windows, strict=True)]
 
 
-def _cost(config, with_experts: bool, linear: bool) -> Cost:
-    d, heads = config.hidden_size, heads_of(config)
-    weights, mixing = _attention_weights(config), 6 * heads.queries * (heads.width + heads.values)
-    mixer, rule, rule_flops = 3 * (heads.queries + heads.keys) * heads.width, 0, 0
-    latents = 0  # widths of those that serve all heads
-    if linear:
-        weights, mixing = _linear_weights(config), 0
-        keys, n, width, wide = heads_of_rule(config)
-        # a head's state is a matrix: a key reads and changes it, a query reads it
-        rule, rule_flops = n * wide, 18 * n * width * wide
-        mixer = 4 * keys * width + 5 * rule
-    elif is_hybrid(config):  # its gate
+def _cost(config, block: nn.Module) -> Cost:
+    heads = heads_of(config)
+    parameters = routed = cut = width = chosen = rule = 0
+    rule_flops = 0.0
+    mixing = 6 * heads.queries * (heads.width + heads.values)
+    mixer = 3 * (heads.queries + heads.keys) * heads.width
+    if is_hybrid(config):  # attention has a gate
         mixer += 2 * heads.queries * heads.width
     elif latent(config):
-        latents = config.kv_lora_rank + config.qk_rope_head_dim + (config.q_lora_rank or 0)
-        mixer += 2 * latents
+        mixer += 2 * (config.kv_lora_rank + config.qk_rope_head_dim + (config.q_lora_rank or 0))
+    if is_hybrid(config) and delta_layers(block):
+        keys, n, narrow, wide = heads_of_rule(config)
+        # a head's state is a matrix: a key reads and changes it, a query reads it
+        rule, rule_flops = n * wide, 18 * n * narrow * wide
+        mixing, mixer = 0, 4 * keys * narrow + 5 * rule
+    with_experts = bool(blocks_with_experts(block))
+    for name, p in block.named_parameters(prefix="block"):
+        if p.ndim < 2:
+            continue
+        parameters += p.numel()
+        if fused(name):
+            routed += p.numel()
+        elif not name.endswith(OF_ALL_HEADS) and not (with_experts and ".mlp." in name):
+            cut += p.numel()
+    active = parameters - routed
     if with_experts:
-        chosen, n = config.num_experts_per_tok, experts_of(config)
-        shared, expert = shared_width(config), 3 * d * config.moe_intermediate_size
-        always = weights + d * (n + 3 * shared + gated_share(config))
-        routed, width = expert * n, chosen * config.moe_intermediate_size + shared
-        active, cut = always + expert * chosen, weights - d * latents
-    else:
-        chosen, routed, width = 0, 0, dense_width(config)
-        always = active = weights + 3 * d * width
-        cut = always - d * latents
+        experts = block.mlp.experts
+        chosen = config.num_experts_per_tok
+        width = chosen * experts.down_proj.shape[-1]
+        active += routed // experts.num_experts * chosen
     return Cost(
-        parameters=always + routed,
+        parameters=parameters,
         active=active,
         rule_flops=rule_flops,
         mixing=mixing,
         window=None,
         routed=routed,
         cut=cut,
-        width=width,
+        width=width + dense_width(block, config.hidden_size),
         chosen=chosen,
         mixer=mixer,
         rule=rule,
@@ -142,48 +169,16 @@ def _cost(config, with_experts: bool, linear: bool) -> Cost:
     )
 
 
-def experts_of(config) -> int:
-    """Routed experts of each block that has any; 0 without."""
-    return getattr(config, "n_routed_experts", 0) or getattr(config, "num_experts", 0) or 0
-
-
-def shared_width(config) -> int:
-    """Width of the shared experts of a block together."""
-    if gated_share(config):
-        return config.shared_expert_intermediate_size
-    return config.moe_intermediate_size * (getattr(config, "n_shared_experts", 0) or 0)
-
-
-def gated_share(config) -> bool:
-    """Whether a shared expert has a gate."""
-    experts = family_of(config).experts
-    return experts is not None and experts.gated_share
-
-
-def dense_width(config) -> int:
-    """Width of the feed-forward network of a block without routed experts; 0 if all have."""
-    return getattr(config, "intermediate_size", 0) or 0
-
-
-def mixed_blocks(config) -> list[bool]:
-    """For each block, whether it has routed experts in place of one feed-forward network."""
-    n = config.num_hidden_layers
-    if not experts_of(config):
-        return [False] * n
-    blocks = family_of(config).experts.blocks
-    if blocks == "after the first":
-        return [block >= config.first_k_dense_replace for block in range(n)]
-    if blocks == "all":
-        return [True] * n
-    dense, every = config.mlp_only_layers, config.decoder_sparse_step
-    return [block not in dense and (block + 1) % every == 0 for block in range(n)]
-
-
-def kinds_of(config) -> list[tuple[bool, bool]]:
-    """For each block, whether it has routed experts, and a delta rule in place of attention."""
-    mixed = mixed_blocks(config)
-    layers = getattr(config, "layer_types", None) or [""] * len(mixed)
-    return [(m, kind == "linear_attention") for m, kind in zip(mixed, layers, strict=False)]
+def dense_width(block: nn.Module, hidden: int) -> int:
+    """Width of what every token goes through of a block's feed-forward networks: of their last
+    layers, which return to the hidden size."""
+    width = 0
+    for name, module in block.named_modules():
+        if name.endswith(MIXERS):
+            continue
+        last = [m for m in module.children() if getattr(m, "out_features", 0) == hidden][-1:]
+        width += sum(layer.in_features for layer in last)
+    return width
 
 
 def windows_of(config) -> list[int | None]:
@@ -195,35 +190,10 @@ def windows_of(config) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def is_hybrid(config) -> bool:
-    """Whether some of the model's blocks have a delta rule in place of attention."""
-    return family_of(config).delta_rule
-
-
 def heads_of_rule(config) -> tuple[int, int, int, int]:
     """(heads of keys, heads of values, their widths)."""
     heads = config.linear_num_key_heads, config.linear_num_value_heads
     return (*heads, config.linear_key_head_dim, config.linear_value_head_dim)
-
-
-def _linear_weights(config) -> int:
-    """Matrix parameters of a layer with a delta rule."""
-    d, (keys, heads, width, wide) = config.hidden_size, heads_of_rule(config)
-    values = heads * wide
-    weights = (2 * keys * width + values) * (d + config.linear_conv_kernel_dim)
-    return weights + d * 2 * (values + heads)  # gate and output, decay and beta
-
-
-def _attention_weights(config) -> int:
-    d, (heads, keys, qk, v) = config.hidden_size, heads_of(config)
-    if not latent(config):
-        gate = d * heads * v * is_hybrid(config)
-        return d * (qk + v) * (heads + keys) + gate
-    rank, rotary = config.kv_lora_rank, config.qk_rope_head_dim
-    query = d * heads * qk
-    if config.q_lora_rank is not None:
-        query = config.q_lora_rank * (d + heads * qk)
-    return query + d * (rank + rotary) + rank * heads * (qk - rotary + v) + heads * v * d
 
 
 def flops_of_slot(sizes: Sizes, attended: float, adapters: int | None = None) -> float:
@@ -276,7 +246,9 @@ def heads_of(config) -> Heads:
         width, values = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     else:
         width = values = head_size(config)
-    return Heads(config.num_attention_heads, config.num_key_value_heads, width, values)
+    queries = config.num_attention_heads
+    keys = getattr(config, "num_key_value_heads", None) or queries
+    return Heads(queries, keys, width, values)
 
 
 def unit_of(block: Cost) -> int:
@@ -314,8 +286,11 @@ def share_of_heads(heads: Heads, n: int) -> Heads:
 
 def refuse_shares(config, n: int) -> None:
     """Raise UserError if a model can't be cut into n shares."""
+    if n > 1 and not family_of(config).tested:
+        name = family_name(config)
+        raise UserError(f"--tensor_parallel: no test shows that it is right for {name}: drop it")
     if n > 1 and family_of(config).norms_over_heads:
-        raise UserError(f"--tensor_parallel: {config.model_type} has norms over all heads")
+        raise UserError(f"--tensor_parallel: {family_name(config)} has norms over all heads")
     names = ["num_key_value_heads", "num_attention_heads"]
     if not hasattr(config, "moe_intermediate_size"):  # else see options/tensor.py
         names.append("intermediate_size")

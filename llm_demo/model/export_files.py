@@ -13,12 +13,14 @@ from llm_demo.core.errors import UserError
 from llm_demo.machine.files import write_json
 from llm_demo.machine.text import blame, progress
 from llm_demo.model.adapter_folder import BASE, BITS
-from llm_demo.model.adapters import factor_names, in_peft, merge_into, peft_targets
+from llm_demo.model.adapters import in_peft, peft_targets
+from llm_demo.model.costs import on_meta
 from llm_demo.model.families import family_of
 from llm_demo.model.low_bits import E4M3, SCALES, as_stored, laid_out
-from llm_demo.model.source import on_meta, read_config
+from llm_demo.model.source import read_config
 from llm_demo.model.untrained import TEXT_ALONE, Untrained
-from llm_demo.model.weights_files import Weights, as_in_files, base_digest, in_files
+from llm_demo.model.weights_files import Names, Weights, as_in_files, base_digest, in_files
+from llm_demo.options.lora import factor_names, merge_into
 
 WEIGHTS = "model{suffix}.safetensors"
 READ_AT_ONCE = 1 << 30  # bytes of fp32 values read at once, or one tensor that has more
@@ -110,11 +112,12 @@ def write_weights(
     in_fp32: Iterable[str] = (),
     fp8: bool = False,
     untrained: Untrained = TEXT_ALONE,
+    family: str | None = None,
 ) -> int:
     """Write safetensors, sharded with an index if needed; returns bytes. shapes: of the
     configuration's model; fused experts are written as a tensor for each matrix of each, or as the
     base of `untrained` has them. in_fp32: names that stay so. fp8: of linear layers, see
-    low_bits.py. untrained: further tensors, written as they are."""
+    low_bits.py. untrained: further tensors, written as they are. family: as of Names."""
     of_files = {}
     as_they_are = shapes if untrained.fused and not fp8 else ()
     for name, shape in in_files(shapes, as_they_are).items():
@@ -122,14 +125,15 @@ def write_weights(
         of_files[name] = torch.empty(shape, dtype=kind, device="meta")
     if fp8:
         of_files = laid_out(of_files)
-    ours = {untrained.name_of(name): name for name in of_files}
+    names_of = Names(family)
+    ours = {untrained.name_of(names_of.in_files(name)): name for name in of_files}
     tensors = {name: of_files[of_text] for name, of_text in ours.items()}
     tensors |= {n: t.to("meta") for n, t in untrained.read(untrained.places).items()}
     plan = in_shards(tensors, max_shard_size)
     for file, names in progress(plan.filename_to_tensors.items(), "exporting", unit="files"):
         kinds = {ours[name]: tensors[name].dtype for name in names if name in ours}
         text = read_file(read, shapes, kinds)
-        held = {untrained.name_of(name): t for name, t in text.items()}
+        held = {name: text[ours[name]] for name in names if name in ours}
         save_finite(held | untrained.read(names), folder / file)
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}

@@ -1,15 +1,15 @@
 """The families of models that are trained, and what sets each apart from Llama."""
 
-from typing import Literal, NamedTuple
+import copy
+from typing import NamedTuple
 
 
 class Experts(NamedTuple):
     """Routed experts in place of one feed-forward network."""
 
-    # by mlp_only_layers and decoder_sparse_step; by first_k_dense_replace
-    blocks: Literal["all", "by a step", "after the first"]
-    gated_share: bool = False  # a shared expert has a gate
     router_bias: bool = False  # which balances the load, in place of a loss
+    in_groups: bool = False  # a token chooses groups of experts first
+    softmax: bool = True  # the router is Qwen3-MoE's, so an auxiliary loss can act on it
     # keys that transformers does not read, and the values that it computes with
     unread: dict = {}
 
@@ -22,8 +22,11 @@ class Family(NamedTuple):
     partly_rotated: bool = False  # heads may be
     multipliers: tuple[str, ...] = ()  # keys of its configuration
     norms_over_heads: bool = False
+    own_longrope: bool = False  # transformers 4 reads only some keys of it
+    tested: bool = True  # by a test of its own; else by the proof of proof.py at each start
 
 
+EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")  # keys of their number
 QWEN35_UNREAD = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 DEEPSEEK_UNREAD = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 SCALED = (
@@ -32,10 +35,10 @@ SCALED = (
     "residual_multiplier",
     "attention_multiplier",
 )
-# Decoders made of embedding, blocks, norm and head, with nothing between them but what `skeleton`
-# of decoder.py does for Granite. Others cap the logits outside their modules (Gemma 2, Cohere):
-# this code would silently train them wrongly. docs/models.md says what is tested of each.
-FAMILIES = {  # by model_type
+# Families with a test of their own, by model_type. docs/models.md says what is tested of each.
+# Others may do something outside of the modules that are run here, as Gemma 2 caps its logits:
+# they would be trained wrongly, so a small copy is compared first.
+FAMILIES = {
     "qwen3": Family(),
     "qwen2": Family(),
     "llama": Family(),
@@ -46,16 +49,16 @@ FAMILIES = {  # by model_type
     "granite": Family(multipliers=SCALED),
     "glm": Family(partly_rotated=True),
     "glm4": Family(partly_rotated=True),
-    "phi3": Family(partly_rotated=True),
+    "phi3": Family(partly_rotated=True, own_longrope=True),
     "gemma3_text": Family(),
     "qwen3_5_text": Family(delta_rule=True, partly_rotated=True),
-    "qwen2_moe": Family(experts=Experts("by a step", gated_share=True)),
-    "qwen3_moe": Family(experts=Experts("by a step")),
+    "qwen2_moe": Family(experts=Experts()),
+    "qwen3_moe": Family(experts=Experts()),
     "deepseek_v3": Family(
-        experts=Experts("after the first", router_bias=True, unread=DEEPSEEK_UNREAD)
+        experts=Experts(router_bias=True, in_groups=True, softmax=False, unread=DEEPSEEK_UNREAD)
     ),
     "qwen3_5_moe_text": Family(
-        experts=Experts("all", gated_share=True, unread=QWEN35_UNREAD),
+        experts=Experts(unread=QWEN35_UNREAD),
         delta_rule=True,
         partly_rotated=True,
     ),
@@ -89,10 +92,41 @@ OTHER_PARTS = (
 )
 
 
+def family_name(config) -> str:
+    """transformers' name of a configuration's family."""
+    return config.model_type
+
+
 def family_of(config) -> Family:
-    return FAMILIES[config.model_type]
+    """The family of a configuration. Of one without a test of its own: what its keys say."""
+    family = FAMILIES.get(config.model_type)
+    if family:
+        return family
+    experts = Experts(softmax=False) if experts_of(config) else None
+    return Family(experts=experts, tested=False)
+
+
+def experts_of(config) -> int:
+    """Routed experts of each block that has any; 0 without."""
+    counts = (getattr(config, name, None) for name in EXPERTS)
+    return next(filter(None, counts), 0)
 
 
 def is_mixture(config) -> bool:
     """Whether the model is a mixture of experts."""
     return family_of(config).experts is not None
+
+
+def is_hybrid(config) -> bool:
+    """Whether some of the model's blocks have a delta rule in place of attention."""
+    return family_of(config).delta_rule
+
+
+def without_dropout(config):
+    """A copy of the configuration in which every dropout is 0, since pretrained models have
+    none."""
+    config = copy.deepcopy(config)
+    for name, value in vars(config).items():
+        if name.endswith(("dropout", "_pdrop")) and value:
+            setattr(config, name, 0.0)
+    return config

@@ -1,7 +1,6 @@
 """A model's folder: opened and checked before step 1, and what an export writes besides weights."""
 
 import copy
-import functools
 import json
 import shutil
 import sys
@@ -28,13 +27,12 @@ from llm_demo.machine.dist import from_rank0, once_per_node
 from llm_demo.machine.files import write_json
 from llm_demo.machine.process import read_text
 from llm_demo.machine.text import blame, counted, short
-from llm_demo.model.costs import active_of, parameters_of, rotary_width
-from llm_demo.model.families import FAMILIES
+from llm_demo.model.costs import active_of, on_meta, parameters_of, rotary_width
+from llm_demo.model.families import Family, family_name, family_of
 from llm_demo.model.source import (
     find_model,
     load_config,
     load_tokenizer,
-    on_meta,
     position_limit,
     refuse_adapter,
     same_ids,
@@ -59,13 +57,14 @@ class Source(NamedTuple):
     config: object  # from transformers
     weights: Weights | None  # None: random weights
     tokenizer: object
+    proof: tuple | None = None  # a proof.Proof, of a family without a test of its own
 
 
 def find_source(args: Args, world: World, seq_len: int) -> tuple[Source, list[str]]:
     """(the model's folder, downloaded if necessary, its configuration, weights and tokenizer;
     lines for the log)."""
     lines = []
-    folder = once_per_node(world, functools.partial(find_model, args.model_name_or_path))
+    folder = once_per_node(world, lambda: find_proven(args.model_name_or_path, seq_len))
     config, weights = open_model(folder, seq_len, lines.append)
     if not weights:
         origin = f"no weights in {folder}: random ones, seed {args.seed}"
@@ -76,7 +75,7 @@ def find_source(args: Args, world: World, seq_len: int) -> tuple[Source, list[st
     total, active = parameters_of(config), active_of(config)
     size = f"{short(total)} parameters, {short(active)} active, " if active < total else ""
     blocks = counted(config.num_hidden_layers, "block")
-    lines.append(f"model: {config.model_type}, {blocks}, {size}{origin}")
+    lines.append(f"model: {family_name(config)}, {blocks}, {size}{origin}")
     if weights and weights.ignored:
         lines.append(
             f"weights: {len(weights.ignored)} not used: {', '.join(weights.ignored[:3])} (a vision "
@@ -99,7 +98,24 @@ def find_source(args: Args, world: World, seq_len: int) -> tuple[Source, list[st
     if args.save:
         for line in from_rank0(world, lambda: try_describe(folder, tokenizer, config)):
             lines.append(f"export: {line}")
-    return Source(folder, config, weights, tokenizer), lines
+    return Source(folder, config, weights, tokenizer, proof_of(config)), lines
+
+
+def find_proven(name: str, max_len: int) -> Path:
+    """The folder of a model. What proves its family is in the cache afterwards."""
+    folder = find_model(name)
+    open_model(folder, max_len, say=lambda line: None)
+    return folder
+
+
+def proof_of(config):
+    """The proof.Proof of a family without a test of its own; None of others. Raises UserError if it
+    fails."""
+    if family_of(config).tested:
+        return None
+    from llm_demo.model.proof import prove
+
+    return prove(config)
 
 
 def open_model(
@@ -118,22 +134,32 @@ def open_model(
                 f"model: {folder}/config.json ties the head to the embedding, but the weights hold "
                 "a head of other values: it is kept and trained as its own"
             )
+    proof = proof_of(config)
+    if proof:
+        say(proof.line)
     with blame(folder / "config.json"):
         lm = on_meta(config)
+    if weights:
+        shapes = {name: tuple(t.shape) for name, t in lm.state_dict().items()}
+        weights.check(shapes, {head} if config.tie_word_embeddings else set())
+    if family_of(config).tested:
+        refuse_bad_frequencies(folder, config, lm)
+    return config, weights
+
+
+def refuse_bad_frequencies(folder: Path, config, lm: PreTrainedModel) -> None:
+    """Raise UserError if rope_parameters give other than positive numbers. lm: without memory."""
+    with blame(folder / "config.json"):
         rotary = LongRope if rope_type(config) == "longrope" else type(lm.model.rotary_emb)
         rotary, width = rotary(config), rotary_width(config)
         scalings = [value for key, value in vars(rotary).items() if key.endswith("scaling")]
         positive = [*rotary.buffers(), *(torch.full((width // 2,), s) for s in scalings)]
-    if weights:
-        shapes = {name: tuple(t.shape) for name, t in lm.state_dict().items()}
-        weights.check(shapes, {head} if config.tie_word_embeddings else set())
     for values in positive:
         if 2 * len(values) != width or not ((values > 0) & values.isfinite()).all():
             raise UserError(
                 f"{folder}/config.json: rope_parameters {config.rope_parameters} do not give "
                 f"{width / 2:g} positive frequencies and a positive scaling"
             )
-    return config, weights
 
 
 def describe_model(model: Path, tokenizer, folder: Path, config) -> None:
@@ -182,7 +208,7 @@ def describe(
         if not config.architectures:  # servers such as vLLM need it
             config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
         config.save_pretrained(out)
-        describe_for_version_4(out)
+        describe_for_version_4(out, family_of(config))
         if whole:
             text = json.loads(read_text(out / "config.json"))
             copy_small(model / SMALL_FILES, out)
@@ -196,7 +222,7 @@ def describe(
     ):
         return [
             "warning: transformers' AutoTokenizer ignores rules of tokenizer.json for "
-            f"{config.model_type} models, so it splits text otherwise than in training: load the "
+            f"{family_name(config)} models, so it splits text otherwise than in training: load the "
             "export's tokenizer with PreTrainedTokenizerFast.from_pretrained"
         ]
     return []
@@ -210,7 +236,7 @@ def try_describe(model: Path, tokenizer, config) -> list[str]:
         return describe(model, Path(folder, "hf"), tokenizer, copy.deepcopy(config))
 
 
-def describe_for_version_4(folder: Path) -> None:
+def describe_for_version_4(folder: Path, family: Family) -> None:
     """Add the keys that transformers 4, and servers that use it, read in config.json. Without them
     it silently takes defaults. Version 5 reads the same model from both."""
     config = json.loads((folder / "config.json").read_text("utf-8"))
@@ -218,21 +244,27 @@ def describe_for_version_4(folder: Path) -> None:
     config["torch_dtype"] = config["dtype"]
     if "num_local_experts" in config:
         config["num_experts"] = config["num_local_experts"]
-    rope = config["rope_parameters"]
+    rope = config.get("rope_parameters") or {}
     local = rope.get("sliding_attention")
     if local:
         config["rope_local_base_freq"] = local["rope_theta"]
         rope = rope["full_attention"]
-    elif "partial_rotary_factor" in rope and FAMILIES[config["model_type"]].partly_rotated:
+    elif "partial_rotary_factor" in rope and (family.partly_rotated or not family.tested):
         config["partial_rotary_factor"] = rope["partial_rotary_factor"]
+    if "rope_type" in rope:
+        set_rope_scaling(config, rope, family)
+    write_json(folder / "config.json", config, indent=2)
+
+
+def set_rope_scaling(config: dict, rope: dict, family: Family) -> None:
+    """Add the keys of version 4 for rope_parameters."""
     kind, config["rope_theta"] = rope["rope_type"], rope["rope_theta"]
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"} | {"type": kind}
     if kind == "longrope":
         config["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
-        if config["model_type"] == "phi3" and not {"factor", "attention_factor"} & rope.keys():
+        if family.own_longrope and not {"factor", "attention_factor"} & rope.keys():
             scaling = {key: scaling[key] for key in ("type", "short_factor", "long_factor")}
     config["rope_scaling"] = None if kind == "default" else scaling
-    write_json(folder / "config.json", config, indent=2)
 
 
 def name_tokenizer_for_version_4(folder: Path) -> None:

@@ -9,12 +9,11 @@ import string
 from datetime import date
 from pathlib import Path
 
-import torch
 from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedTokenizerFast,
 )
@@ -26,12 +25,11 @@ from llm_demo.flags.parsing import template_variables
 from llm_demo.machine.process import regular
 from llm_demo.machine.text import blame
 from llm_demo.model.check_config import ANY_LENGTH, problems_of
-from llm_demo.model.families import FAMILIES, WITH_IMAGES
+from llm_demo.model.families import WITH_IMAGES, family_name
 from llm_demo.model.local_model import FILES, find_here, refuse_adapter, refuse_pointers
 from llm_demo.model.weights_files import open_weights
 
 MOST_BLOCKS = 1 << 12
-MOST_NUMBERS = 1 << 40  # of a weight
 # Without any of them transformers creates an empty tokenizer from config.json.
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -89,9 +87,8 @@ def load_config(folder: Path, max_len: int, weights_elsewhere: bool = False):
         if blocks is not None and blocks not in range(1, MOST_BLOCKS):
             raise ValueError(f"num_hidden_layers {blocks!r} is not from 1 to {MOST_BLOCKS}")
         config = text_part(read_config(folder))
-        if config.model_type not in FAMILIES:
-            known = ", ".join(FAMILIES)
-            raise ValueError(f"model_type {config.model_type} is not one of {known}")
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise ValueError(f"{family_name(config)} is no decoder that transformers knows")
         for problem in problems_of(config):
             raise ValueError(problem)
     vars(config).pop("quantization_config", None)
@@ -116,20 +113,6 @@ def text_part(config):
         if value:
             setattr(text, name, value)
     return text
-
-
-def on_meta(config):
-    """transformers' model of a configuration, without memory. Its attention is eager: the
-    configuration may name flash attention that is not installed, or a kernel to download. Raises
-    ValueError for a weight of no or absurdly many numbers."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), attn_implementation="eager", trust_remote_code=False
-        )
-    for name, p in model.named_parameters():
-        if not 0 < p.numel() < MOST_NUMBERS:
-            raise ValueError(f"{name} would be of shape {tuple(p.shape)}")
-    return model
 
 
 # Text that tokenizers with other rules split or normalise differently.
@@ -285,15 +268,6 @@ def position_limit(config) -> int | None:
     if limit and rope_type(config) == "yarn" and rope.get("factor"):
         return max(limit, int(rope.get("original_max_position_embeddings", 0) * rope["factor"]))
     return limit
-
-
-def as_trained(config):
-    """A copy of the configuration without dropout, since pretrained models have none."""
-    config = copy.deepcopy(config)
-    for name in ("attention_dropout", "resid_pdrop"):
-        if getattr(config, name, 0):
-            setattr(config, name, 0.0)
-    return config
 
 
 def length_dependent_rope(config) -> bool:

@@ -19,11 +19,13 @@ from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 
 from llm_demo.core.decoder import FUSED, fused
 from llm_demo.core.errors import UserError
 from llm_demo.machine.files import hash_of
-from llm_demo.machine.process import regular
+from llm_demo.machine.process import read_text, regular
 from llm_demo.machine.text import blame, differences, progress
 from llm_demo.model.families import OTHER_PARTS, TEXT_NAMES
 from llm_demo.model.local_model import refuse_deepspeed
@@ -38,6 +40,7 @@ FLOATS = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
+NUMBERED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # Mixtral's matrices of experts
 EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
@@ -109,20 +112,52 @@ def text_name(name: str) -> str:
     return name
 
 
+class Names:
+    """What tensors of a family are called in files, where transformers' modules have other names.
+    Source: its own table, transformers.conversion_mapping. kind: a model_type, or None."""
+
+    def __init__(self, kind: str | None = None):
+        transforms = get_checkpoint_conversion_mapping(kind) or []
+        self.of_ours = [t for t in transforms if type(t) is WeightRenaming]
+        self.of_files = [t.reverse_transform() for t in reversed(self.of_ours)]
+        sources = [pattern for t in transforms for pattern in t.source_patterns]
+        self.numbered = any("experts.*.w1" in pattern for pattern in sources)
+
+    def ours(self, name: str) -> str:
+        """The name in the model of a tensor of the files."""
+        name = text_name(name)
+        for transform in self.of_ours:
+            name, _ = transform.rename_source_key(name)
+        if self.numbered:
+            for number, matrix in NUMBERED.items():
+                name = re.sub(rf"(\.experts\.\d+\.){number}\.", rf"\1{matrix}.", name)
+        return name
+
+    def in_files(self, name: str) -> str:
+        """The name in the files of a tensor of the model."""
+        if self.numbered:
+            for number, matrix in NUMBERED.items():
+                name = re.sub(rf"(\.experts\.\d+\.){matrix}\.", rf"\1{number}.", name)
+        for transform in self.of_files:
+            name, _ = transform.rename_source_key(name)
+        return name
+
+
 class Weights:
     """A folder's safetensors: names and shapes of the model's parameters, and any of them or part
     of one on demand. Fused experts are read from a tensor for each, or fused. Values in fp8 are
-    multiplied by their scales, which are in `scales` and are no parameters.
+    multiplied by their scales, which are in `scales` and are no parameters. kind: as of Names.
 
     Files are mapped for one read at a time: pages count as this process's memory while they are
     mapped, and a rank should hold no more of a file than it keeps."""
 
-    def __init__(self, folder: Path, files: dict[str, Path]):
+    def __init__(self, folder: Path, files: dict[str, Path], kind: str | None = None):
+        names_of = Names(kind)
         self.folder = folder
         self.names = {}  # in the files
         self.files = {}
         for name, file in files.items():
-            ours = text_name(name)
+            ours = names_of.ours(name)
             if ours in self.names:
                 other = self.names[ours]
                 raise UserError(f"{folder}: {name} and {other} are the same weight; remove one")
@@ -250,7 +285,8 @@ class Weights:
             def read(name: str, part: tuple[slice, ...]) -> torch.Tensor:
                 file = self.files[name]
                 with blame(file, OSError, SafetensorError):
-                    values = opened(file).get_slice(self.names[name])[part]
+                    stored = opened(file).get_slice(self.names[name])
+                    values = stored[part[: len(stored.get_shape())]]  # a number has no slices
                 self.bytes_read += values.nbytes
                 if self.bar is not None:
                     self.bar.update(values.nbytes)
@@ -284,7 +320,12 @@ class Weights:
 def open_weights(folder: Path) -> Weights | None:
     """The folder's weights; None if it holds none. Raises UserError for other formats."""
     places = places_in(folder)
-    return None if places is None else Weights(folder, places)
+    if places is None:
+        return None
+    with blame(folder / "config.json"):
+        config = json.loads(read_text(folder / "config.json"))
+        kind = (config.get("text_config") or config).get("model_type")
+    return Weights(folder, places, kind)
 
 
 def places_in(folder: Path) -> dict[str, Path] | None:

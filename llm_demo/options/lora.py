@@ -96,6 +96,36 @@ def target_of(name: str) -> str:
     return name.removesuffix(".weight").rpartition(".")[2]
 
 
+def factor_names(name: str) -> tuple[str, str]:
+    """The names of a matrix's factors A and B."""
+    if fused(name):
+        return f"{name}_lora_A", f"{name}_lora_B"
+    layer = name.removesuffix(".weight")
+    return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
+
+
+def factors_of(lora: dict, shapes: dict[str, tuple]) -> dict[str, tuple]:
+    """{name: shape} of the factors over a model. lora: as of `Lora.facts`; shapes: of the model."""
+    factors = {}
+    for name, (*experts, outputs, inputs) in matrices_of(shapes).items():
+        if target_of(name) in lora["targets"]:
+            a, b = factor_names(name)
+            factors[a] = *experts, lora["rank"], inputs
+            factors[b] = *experts, outputs, lora["rank"]
+    return factors
+
+
+@torch.no_grad()
+def merge_into(
+    name: str, weight: torch.Tensor, factors: dict[str, torch.Tensor], lora: dict
+) -> None:
+    """Add to a frozen weight, fp32, in place, the product of its factors, if it has any."""
+    a, b = map(factors.get, factor_names(name))
+    if a is not None:
+        add = weight.baddbmm_ if weight.ndim == 3 else weight.addmm_
+        add(b, a, alpha=lora["alpha"] / lora["rank"])
+
+
 def use_four_bits(
     lm: nn.Module, dtype: torch.dtype, read: Callable, names: Container[str]
 ) -> tuple[list[str], list[str]]:

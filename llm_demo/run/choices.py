@@ -22,13 +22,12 @@ from llm_demo.machine.device import Device, dtype_name, has_fused_kernels, is_sm
 from llm_demo.machine.dist import from_rank0, once_per_node
 from llm_demo.machine.text import layer_kinds
 from llm_demo.model.costs import (
-    experts_of,
     heads_of,
     heads_of_rule,
-    is_hybrid,
     share_of_heads,
     windows_of,
 )
+from llm_demo.model.families import experts_of, family_name, is_hybrid
 
 # backends of attention that make the buckets which linear attention in PyTorch needs, or need none
 BUCKETED = ("sdpa", "bucketed", "bucketed_math")
@@ -178,15 +177,25 @@ def fused_kernels(impl: str) -> list:
 # ---------------------------------------------------------------- linear attention
 
 
-def refuse_flags(args: Args, config) -> None:
-    """Raise UserError for flags that don't work with a delta rule."""
-    if not is_hybrid(config):
+def refuse_flags(args: Args, config, proof: tuple | None = None) -> None:
+    """Raise UserError for flags that don't work with a delta rule, or that no proof covers.
+    proof: as of Source."""
+    name = family_name(config)
+    if is_hybrid(config):
+        why = f"does not work with the linear attention of {name}"
+        for flag, none in (("sequence_parallel", 1), ("tensor_parallel", 1), ("psgd_rank", 0)):
+            if getattr(args, flag) != none:
+                raise UserError(f"--{flag} {why}")
+    if proof is None:
         return
-    for flag, none in (("sequence_parallel", 1), ("tensor_parallel", 1), ("psgd_rank", 0)):
-        if getattr(args, flag, none) != none:
-            raise UserError(
-                f"--{flag} does not work with the linear attention of {config.model_type}"
-            )
+    for flag in ("sequence_parallel", "tensor_parallel", "expert_parallel"):
+        if (getattr(args, flag) or 1) > 1:
+            raise UserError(f"--{flag}: no test shows that it is right for {name}: drop it")
+    if args.lora_rank and proof.adapters:
+        raise UserError(
+            f"--lora_rank: adapters are not right for {name}: a small copy differs in "
+            f"{proof.adapters}"
+        )
 
 
 def try_rule(rule: str, dtype: str, config) -> str | None:
@@ -216,7 +225,7 @@ def choose_rule(
     if attn_impl not in ("auto", *BUCKETED):
         raise UserError(
             f"--attn_impl {attn_impl}: without kernels of fla-core, the linear attention of "
-            f"{config.model_type} needs one of {', '.join(BUCKETED)}"
+            f"{family_name(config)} needs one of {', '.join(BUCKETED)}"
         )
     return ("chunked", BUCKETED), [*lines, f"linear attention: chunked, in PyTorch ({why})"]
 
@@ -231,7 +240,8 @@ def choose_product(config, device: Device, dtype: torch.dtype, probe=try_kernel)
         return "looped", "on a CPU"
     if dtype != torch.bfloat16:
         return "looped", "the grouped product needs bf16"
-    if config.hidden_size % 8 or config.moe_intermediate_size % 8:
+    width = getattr(config, "moe_intermediate_size", config.intermediate_size)
+    if config.hidden_size % 8 or width % 8:
         return "looped", "the grouped product needs sizes that are multiples of 8"
     problem = probe("experts", dtype_name(dtype))
     if problem:
@@ -374,7 +384,7 @@ def decide_four_bits(args: Args, source, world: World) -> None:
 def refuse_for_model(args: Args, source, world: World) -> None:
     """Raise UserError on every rank for flags that don't work with a model. source: a Source."""
     share_of_heads(heads_of(source.config), args.sequence_parallel)  # refuses what does not divide
-    refuse_flags(args, source.config)
+    refuse_flags(args, source.config, source.proof)
     decide_four_bits(args, source, world)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from llm_demo.core.errors import UserError
 from llm_demo.machine.text import counted
-from llm_demo.model.costs import OVERHEAD, block_costs, sizes_of
+from llm_demo.model.costs import OVERHEAD, Sizes
 
 # Measured on pipelines of 0.6B and 8B on two H200 (bench/LOG.md). The head takes less time for its
 # FLOPs than a block, because its products are larger.
@@ -23,13 +23,13 @@ def plan_and_cut(job, replicas: int, where: list[int], refuse: Callable) -> list
 
     def refuse_too_many_pieces(config):
         refuse(config)
-        given_counts(config, len(where), args.partition)
+        given_counts(config.num_hidden_layers, len(where), args.partition)
 
     job.decide(replicas, refuse_too_many_pieces)
-    config, train = job.plan.source.config, job.plan.data.train
+    sizes, train = job.plan.sizes, job.plan.data.train
     micro, checkpointing = args.micro_batch_size, args.use_activation_checkpointing
     counts = split(
-        config,
+        sizes,
         len(where),
         args.partition,
         micro_batch=micro,
@@ -40,7 +40,7 @@ def plan_and_cut(job, replicas: int, where: list[int], refuse: Callable) -> list
     shares = describe_split(
         counts,
         where,
-        config,
+        sizes,
         micro_batch=micro,
         seq_len=train.seq_len,
         checkpointing=checkpointing,
@@ -50,28 +50,33 @@ def plan_and_cut(job, replicas: int, where: list[int], refuse: Callable) -> list
 
 
 def split(
-    config, pieces: int, partition: str, micro_batch: int, seq_len: int, checkpointing: bool
+    sizes: Sizes,
+    pieces: int,
+    partition: str,
+    micro_batch: int,
+    seq_len: int,
+    checkpointing: bool,
 ) -> list[int]:
     """Blocks of each piece, of which a stage has one or two. partition: balanced (by `costs`),
     uniform (by number), parameters, or counts such as "18,10". micro_batch: rows. Raises UserError
     if they don't fit the model."""
-    given = given_counts(config, pieces, partition)
+    n = len(sizes.blocks)
+    given = given_counts(n, pieces, partition)
     if given:
         return given
-    n = config.num_hidden_layers
     if partition == "uniform":
         return [n // pieces + (s < n % pieces) for s in range(pieces)]
     if partition == "parameters":
-        first, blocks, last = parameters(config)
+        first, blocks, last = parameters(sizes)
     else:
-        first, blocks, last = costs(config, micro_batch, seq_len, checkpointing)
+        first, blocks, last = costs(sizes, micro_batch, seq_len, checkpointing)
     return [*_best(pieces, first, tuple(blocks), last)]
 
 
-def given_counts(config, pieces: int, partition: str) -> list[int] | None:
+def given_counts(n: int, pieces: int, partition: str) -> list[int] | None:
     """The blocks of each piece as `partition` gives them; None if it names a way to choose them.
-    Raises UserError, without knowing the data, if they or so many pieces don't fit the model."""
-    n = config.num_hidden_layers
+    n: blocks of the model. Raises UserError, without knowing the data, if they or so many pieces
+    don't fit it."""
     if n < pieces:
         blocks = counted(n, "block")
         raise UserError(f"--stages: the model has {blocks}, too few for {pieces} pieces")
@@ -86,33 +91,37 @@ def given_counts(config, pieces: int, partition: str) -> list[int] | None:
     return counts
 
 
-def parameters(config) -> tuple[int, list[int], int]:
+def parameters(sizes: Sizes) -> tuple[int, list[int], int]:
     """The matrix parameters of (embedding, each block, head)."""
-    sizes = sizes_of(config)
     return sizes.embedding, [block.parameters for block in sizes.blocks], sizes.embedding
 
 
 def costs(
-    config, micro_batch: int, seq_len: int, checkpointing: bool
+    sizes: Sizes, micro_batch: int, seq_len: int, checkpointing: bool
 ) -> tuple[float, list[float], float]:
     """The estimated times of (embedding, each block, norm and head) for a micro-batch, forward and
     backward, as the FLOPs that a block does in that time.
 
     Checkpointing runs a block's forward twice: 4/3 of its FLOPs. The head's stay the same."""
-    tokens, head = micro_batch * seq_len, 6 * sizes_of(config).embedding  # FLOPs of a token
+    tokens, head = micro_batch * seq_len, 6 * sizes.embedding  # FLOPs of a token
     again = 4 / 3 if checkpointing else 1
     blocks = [
         tokens * block.flops(seq_len) * again + OVERHEAD * 6 * block.parameters
-        for block in block_costs(config)
+        for block in sizes.blocks
     ]
     return EMBEDDING * head, blocks, (HEAD * tokens + OVERHEAD) * head
 
 
 def describe_split(
-    counts: list[int], where: list[int], config, micro_batch: int, seq_len: int, checkpointing: bool
+    counts: list[int],
+    where: list[int],
+    sizes: Sizes,
+    micro_batch: int,
+    seq_len: int,
+    checkpointing: bool,
 ) -> str:
     """The blocks and the share of the work of each stage. where: the stage of each piece."""
-    first, each_block, last = costs(config, micro_batch, seq_len, checkpointing)
+    first, each_block, last = costs(sizes, micro_batch, seq_len, checkpointing)
     at = 0
     each, blocks = [0.0] * (max(where) + 1), [[] for _ in range(max(where) + 1)]
     for piece, (count, stage) in enumerate(zip(counts, where, strict=True)):

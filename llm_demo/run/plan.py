@@ -36,9 +36,10 @@ from llm_demo.machine.device import dtype_name, prepare_device
 from llm_demo.machine.dist import from_rank0, once_per_node, same_on_all_nodes
 from llm_demo.machine.process import regular
 from llm_demo.machine.text import counted
-from llm_demo.model.costs import flops_of_slot, sizes_of
+from llm_demo.model.costs import Sizes, flops_of_slot, sizes_of
+from llm_demo.model.families import without_dropout
 from llm_demo.model.model_folder import Source, find_source
-from llm_demo.model.source import as_trained, position_limit, with_date
+from llm_demo.model.source import position_limit, with_date
 from llm_demo.model.weights_files import fingerprint, refuse_other_adapters
 from llm_demo.run.checkpoint_files import checked_facts, compare_shapes, find_checkpoint, weights_of
 from llm_demo.run.choices import Compute, decide_compute, refuse_for_model
@@ -89,12 +90,13 @@ class Plan(NamedTuple):
     identity: dict  # name -> what the rows of a step depend on
     sample_tokens: int  # length of the sample answers at the end
     described: object  # the model's own configuration, of which source has what is trained
+    sizes: Sizes  # of the model
 
     def flops_of(self, rows: np.ndarray) -> float:
         """Training FLOPs of a step on these rows."""
         lora, train = self.compute.lora, self.data.train
         active = lora and lora.active
-        per_slot = flops_of_slot(sizes_of(self.source.config), train.attended(rows), active)
+        per_slot = flops_of_slot(self.sizes, train.attended(rows), active)
         return rows.size * train.seq_len * per_slot
 
 
@@ -121,7 +123,7 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
     rows_of = choose_order(args, horizon, train)
     data = with_max_docs(train, heldout)
     sample_tokens = decide_answers(args.sample_tokens, data)
-    config = as_trained(model.source.config)
+    config = without_dropout(model.source.config)
     source = model.source._replace(config=config)
     choose = functools.partial(decide_compute, args, device, dtype, config, data.packs())
     compute = log.decided(from_rank0(world, choose, long=True))  # all probes may take long
@@ -158,6 +160,7 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
         identity=identity,
         sample_tokens=sample_tokens,
         described=model.source.config,
+        sizes=sizes_of(config),
     )
 
 
@@ -234,7 +237,7 @@ def refuse_other_model(checkpoint: Path, config, lora: tuple | None) -> None:
     if config.tie_word_embeddings:
         del shapes["lm_head.weight"]
     if lora:
-        from llm_demo.model.adapters import factors_of
+        from llm_demo.options.lora import factors_of
 
         shapes = factors_of(adapters, shapes)
     compare_shapes(checkpoint, weights_of(checkpoint), shapes)
