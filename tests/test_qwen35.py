@@ -216,7 +216,8 @@ def published(work, tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["tied", "experts"])
 def test_the_text_of_a_published_folder_is_trained(name, published, work, tmp_path):
-    """Its loss is that of the whole model, its export a model of text; evaluate reads both."""
+    """Its loss is that of the whole model. So is its export's, in which all else is as it was.
+    evaluate reads both."""
     published, whole = published(name)
     flags = ["--model_name_or_path", published, *lora.run_flags(work[0], "", tmp_path / "run")[2:]]
     flags = [str(f) for f in flags] + ["--lora_rank", "0", "--export", "fp32"]
@@ -230,6 +231,12 @@ def test_the_text_of_a_published_folder_is_trained(name, published, work, tmp_pa
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run/hf")
     assert model.config.model_type == AutoConfig.from_pretrained(work[0] / name).model_type
     assert lora.loss_of(model, work[0]) == pytest.approx(losses["4"], rel=2e-5)
+    model = whole.from_pretrained(tmp_path / "run/hf")
+    assert lora.loss_of(model, work[0]) == pytest.approx(losses["4"], rel=2e-5)
+    before, after = (load_file(f / "model.safetensors") for f in (published, tmp_path / "run/hf"))
+    same = {n for n, t in before.items() if torch.equal(t, after[n])}
+    assert before.keys() == after.keys()
+    assert same == {n for n in before if n.startswith(("model.visual.", "mtp."))}
     flags = ["--models", published, "--data", work[0] / "data.jsonl", "--seq_len", SEQ_LEN]
     flags += ["--max_new_tokens", 4, "--batch_size", 3]
     (file,) = evaluated(published, flags)["files"]

@@ -1,6 +1,8 @@
 """Exports with all that a base has beside the text that was trained."""
 
 import json
+import shutil
+from fnmatch import fnmatch
 
 import pytest
 import torch
@@ -23,8 +25,12 @@ from transformers import (
     Qwen3_5MoeForConditionalGeneration,
 )
 
-from llm_demo.model.model_folder import Source, describe_source, load_model, open_model
+from llm_demo.core.errors import UserError
+from llm_demo.model.adapters import factors_of
+from llm_demo.model.model_folder import describe_model, load_model, open_model
 from llm_demo.model.source import load_config
+from llm_demo.model.weights_files import identity_of
+from llm_demo.options.lora import Lora
 from llm_demo.run import checkpoint_files
 from llm_demo.run.export_run import export
 
@@ -109,24 +115,30 @@ def base(tmp_path_factory):
     return lambda *how: made.setdefault(how, make(*how)) if how not in made else made[how]
 
 
-def run_of(folder, base):
-    """(the checkpoint of a run of this base, its values). In the folder `folder`."""
-    config, weights = open_model(base, 32)
+def run_of(folder, base, name=None, rank=0, earlier=None):
+    """The checkpoint of a run of this base, in `folder`. name: of the base, as given. rank: of
+    adapters, in place of the model. earlier: the run that it resumes."""
+    name, (config, weights) = name or str(base), open_model(base, 32)
     torch.manual_seed(2)
     lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    values = {n: torch.randn(p.shape) / 8 for n, p in lm.named_parameters()}
-    state = dict(values)
-    for key in ("exp_avg", "exp_avg_sq"):
-        state |= {f"{n}.{key}": torch.ones_like(t) for n, t in values.items()}
+    shapes, facts = {n: tuple(p.shape) for n, p in lm.named_parameters()}, dict(FACTS)
+    if rank:
+        lora = Lora(rank, 8.0, 0.0, ("q_proj", "down_proj"), 0, identity_of(name, base, weights))
+        facts["adapters"] = lora.facts()
+        shapes = factors_of(lora.facts(), shapes)
+    state = {n: torch.randn(shape) / 8 for n, shape in shapes.items()}
+    for n, t in list(state.items()):
+        state |= {f"{n}.exp_avg": torch.ones_like(t), f"{n}.exp_avg_sq": torch.ones_like(t)}
     (folder / "checkpoints").mkdir(parents=True)
-    checkpoint_files.write(folder / "checkpoints/.part", state, FACTS, WORLD)
+    checkpoint_files.write(folder / "checkpoints/.part", state, facts, WORLD)
     step = folder / "checkpoints/step_00000007"
     checkpoint_files.publish(folder / "checkpoints/.part", step)
-    source = Source(base, config, weights, AutoTokenizer.from_pretrained(TINY))
-    describe_source(str(base), source, config, folder / "model")
-    settings = {"model_name_or_path": str(base), "train_json": "x", "parallelism": "one"}
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    given = {"name": name, "weights": weights, "earlier": earlier and earlier / "model"}
+    describe_model(base, tokenizer, folder / "model", config, **given)
+    settings = {"model_name_or_path": name, "train_json": "x", "parallelism": "one"}
     (folder / "config.json").write_text(json.dumps(settings))
-    return step, values
+    return step
 
 
 def read_all(folder):
@@ -148,7 +160,7 @@ LAYOUTS = [("qwen3_5", False), ("qwen3_5_moe", False), *((k, old) for k in ("gem
 def test_the_whole_model_comes_out(kind, old, base, tmp_path):
     """In the names and the form of the base: text as trained, all else to the bit."""
     folder, (whole, _) = base(kind, old), KINDS[kind]
-    step, values = run_of(tmp_path / "run", folder)
+    step = run_of(tmp_path / "run", folder)
     said = export(step, tmp_path / "hf", "fp32", 40_000)
     assert "the whole model: " in said
     export(step, tmp_path / "text", "fp32", text_only=True)
@@ -179,3 +191,119 @@ def test_the_whole_model_comes_out(kind, old, base, tmp_path):
     text = written["text_config"]
     assert text.get("mtp_num_hidden_layers") == original["text_config"].get("mtp_num_hidden_layers")
     assert "architectures" not in text
+
+
+def change(folder, name):
+    """Another value of a tensor of a folder. Returns its file."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    file = folder / index["weight_map"][name]
+    tensors = load_file(file)
+    tensors[name] = tensors[name] + 1
+    save_file(tensors, file, {"format": "pt"})
+    return file
+
+
+def test_a_base_that_is_not_as_it_was(base, tmp_path):
+    """Its file is named, and nothing is written. --base names a copy, --text_only needs none."""
+    folder, mine = base("qwen3_5"), tmp_path / "mine"
+    shutil.copytree(folder, mine)
+    step, out = run_of(tmp_path / "run", mine), tmp_path / "out"
+    file = change(mine, "mtp.norm.weight")
+    advice = "name a copy of the base as it was with --base, or write the text alone with --text_o"
+    with pytest.raises(UserError, match=f"^{file}: mtp.norm.weight is not as it .*{advice}"):
+        export(step, out)
+    file.unlink()
+    with pytest.raises(UserError, match=f"^{file}: .*{advice}"):
+        export(step, out)
+    mine.rename(tmp_path / "gone")
+    with pytest.raises(UserError, match=f"^no model at {mine}: .*{advice}"):
+        export(step, out)
+    with pytest.raises(UserError, match=f"^{base('gemma3')}/model-.*{advice}"):
+        export(step, out, base=str(base("gemma3")))
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["gone", "run"]
+    export(step, out, base=str(folder))
+    assert "mtp.norm.weight" in read_all(out)
+    text = tmp_path / "text"
+    assert "the whole model" not in export(step, text, text_only=True)
+    assert json.loads((text / "config.json").read_text())["mtp_num_hidden_layers"] == 0
+    with pytest.raises(UserError, match="--base: .* holds no adapters"):
+        export(step, tmp_path / "third", base=str(folder), text_only=True)
+
+
+def test_a_text_that_changed_does_not_matter(base, tmp_path):
+    """Only what was not trained is compared: the text is the checkpoint's."""
+    shutil.copytree(base("qwen3_5"), mine := tmp_path / "mine")
+    step = run_of(tmp_path / "run", mine)
+    change(mine, "model.language_model.norm.weight")
+    export(step, tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind, old", [("qwen3_5", False), ("gemma3", True)])
+def test_adapters_are_merged_into_the_whole_model(kind, old, base, tmp_path):
+    """Alone, they say that they are of the text."""
+    folder = base(kind, old)
+    step = run_of(tmp_path / "run", folder, rank=2)
+    assert "on a class with images" in export(step, tmp_path / "adapter")
+    assert not (tmp_path / "adapter/preprocessor_config.json").exists()
+    with pytest.raises(UserError, match="--text_only: .* holds adapters: merge them"):
+        export(step, tmp_path / "out", text_only=True)
+    export(step, tmp_path / "text", "fp32", merge=True, text_only=True)
+    export(step, tmp_path / "hf", "fp32", merge=True)
+    model = KINDS[kind][0].from_pretrained(tmp_path / "hf")
+    text = AutoModelForCausalLM.from_pretrained(tmp_path / "text")
+    assert torch.equal(logits(model), logits(text))
+    before, after = read_all(folder), read_all(tmp_path / "hf")
+    changed = {n for n in before if not torch.equal(before[n].float(), after[n].float())}
+    assert before.keys() == after.keys() and changed
+    assert all(n.endswith(("q_proj.weight", "down_proj.weight")) for n in changed)
+    assert all("language_model" in n for n in changed)
+
+
+def test_a_resumed_run_keeps_what_was_recorded(base, tmp_path):
+    """The base may be the text alone by then, of which the run would record nothing."""
+    folder = base("qwen3_5")
+    step = run_of(tmp_path / "run", folder)
+    export(step, tmp_path / "text", text_only=True)
+    run_of(tmp_path / "run2", tmp_path / "text", earlier=tmp_path / "run")
+    again = run_of(tmp_path / "run3", tmp_path / "text", earlier=tmp_path / "run2")
+    export(again, tmp_path / "out")
+    assert read_all(tmp_path / "out").keys() == read_all(folder).keys()
+    assert (tmp_path / "out/preprocessor_config.json").read_text() == '{"size":  7}\n'
+    run_of(tmp_path / "run4", folder, earlier=tmp_path)  # which has no record
+    assert "tensors" in json.loads((tmp_path / "run4/model/untrained.json").read_text())
+
+
+def test_what_records_nothing_exports_the_text(base, tmp_path):
+    """A run of an earlier version, and one that began with random weights."""
+    step = run_of(tmp_path / "run", base("qwen3_5"))
+    (tmp_path / "run/model/untrained.json").unlink()
+    assert "note: the text alone: the run is of a version" in export(step, tmp_path / "out")
+    mere = tmp_path / "mere"
+    shutil.copytree(base("qwen3_5"), mere, ignore=shutil.ignore_patterns("*.safetensors*"))
+    step = run_of(tmp_path / "random", mere)
+    assert "note: the text alone: the run began with random" in export(step, tmp_path / "other")
+
+
+def test_a_base_on_the_hub_is_downloaded_again(base, tmp_path, monkeypatch):
+    """Of the revision that the run began with, and only the files that have what is needed."""
+    folder, revision = base("qwen3_5"), "a" * 40
+    shutil.copytree(folder, cached := tmp_path / "snapshots" / revision)
+    step = run_of(tmp_path / "run", cached, name="me/base")
+    cached.rename(tmp_path / "elsewhere")
+    record = json.loads((tmp_path / "run/model/untrained.json").read_text())
+    assert (record["path"], record["revision"]) == ("me/base", revision)
+    asked = []
+
+    def download(name, revision, allow_patterns):
+        asked.append((name, revision))
+        files = [f for f in folder.iterdir() if any(fnmatch(f.name, p) for p in allow_patterns)]
+        cached.mkdir()
+        for file in files:
+            shutil.copy(file, cached)
+        return cached
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    export(step, tmp_path / "out")
+    assert asked == [("me/base", revision)]
+    assert len([*cached.iterdir()]) == 3 and len([*folder.iterdir()]) > 5
+    assert read_all(tmp_path / "out").keys() == read_all(folder).keys()

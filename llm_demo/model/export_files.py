@@ -18,10 +18,11 @@ from llm_demo.model.costs import on_meta
 from llm_demo.model.families import family_of
 from llm_demo.model.low_bits import E4M3, SCALES, as_stored, laid_out
 from llm_demo.model.source import read_config
-from llm_demo.model.untrained import TEXT_ALONE, Untrained
+from llm_demo.model.untrained import Untrained
 from llm_demo.model.weights_files import Names, Weights, as_in_files, base_digest, in_files
 from llm_demo.options.lora import factor_names, merge_into
 
+UNTRAINED = Untrained()  # none
 WEIGHTS = "model{suffix}.safetensors"
 READ_AT_ONCE = 1 << 30  # bytes of fp32 values read at once, or one tensor that has more
 
@@ -111,7 +112,7 @@ def write_weights(
     max_shard_size: str | int,
     in_fp32: Iterable[str] = (),
     fp8: bool = False,
-    untrained: Untrained = TEXT_ALONE,
+    untrained: Untrained = UNTRAINED,
     family: str | None = None,
 ) -> int:
     """Write safetensors, sharded with an index if needed; returns bytes. shapes: of the

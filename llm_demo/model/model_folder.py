@@ -162,9 +162,20 @@ def refuse_bad_frequencies(folder: Path, config, lm: PreTrainedModel) -> None:
             )
 
 
-def describe_model(model: Path, tokenizer, folder: Path, config) -> None:
-    """Save what an export needs besides weights with the run: the model's folder may disappear.
-    config: of what is trained, with more positions if rows are longer, untied if its head is."""
+def describe_model(
+    model: Path,
+    tokenizer,
+    folder: Path,
+    config,
+    *,
+    name: str = "",
+    weights: Weights | None = None,
+    earlier: Path | None = None,
+) -> None:
+    """Save what an export needs besides the trained weights with the run, in its model/ folder: the
+    model's may disappear. config: of what is trained, with more positions if rows are longer,
+    untied if its head is. name, weights: of the model, as given. earlier: the model/ folder of the
+    run that is resumed, whose record of the base is kept: that may have changed since."""
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)
     if (model / "generation_config.json").is_file():
@@ -174,23 +185,13 @@ def describe_model(model: Path, tokenizer, folder: Path, config) -> None:
         tokenizer = copy.copy(tokenizer)
         tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
-
-
-def describe_source(
-    name: str, source: Source, config, model: Path, earlier: Path | None = None
-) -> None:
-    """As describe_model, to the model/ folder of a run, with what the base has beside the text.
-    name: of the base, as given. earlier: the model/ folder of the run that is resumed, whose record
-    is kept: the base may have changed since."""
-    describe_model(source.folder, source.tokenizer, model, config)
-    record = {}
     if earlier and (earlier / RECORD).is_file():
         record, small = read_record(earlier), earlier / SMALL_FILES
-    if "tensors" not in record:
-        record, small = record_of(name, source.folder, source.weights), source.folder
-    write_json(model / RECORD, record)
+    else:
+        record, small = record_of(name, model, weights), model
+    write_json(folder / RECORD, record)
     if record["why"] is None:
-        copy_small(small, model / SMALL_FILES)
+        copy_small(small, folder / SMALL_FILES)
 
 
 def describe(

@@ -26,7 +26,7 @@ from llm_demo.model.families import family_name
 from llm_demo.model.low_bits import fp8_config
 from llm_demo.model.model_folder import describe
 from llm_demo.model.source import find_model, load_tokenizer
-from llm_demo.model.untrained import TEXT_ALONE, Untrained, read_record, untrained_in
+from llm_demo.model.untrained import Untrained, read_record, untrained_in
 from llm_demo.model.weights_files import (
     Weights,
     base_digest,
@@ -101,7 +101,7 @@ def export(
     weights = None  # of the base
     if lora and (merge or base):
         lora, weights = find_base(checkpoint, lora, base)
-    untrained = find_untrained(record, base) if more else TEXT_ALONE
+    untrained = find_untrained(record, base) if more else Untrained()
     with appearing(out) as part:
         config, shapes, in_fp32 = described_model(model)
         held = factors_of(lora, shapes) if lora else shapes
@@ -152,7 +152,7 @@ def find_untrained(record: dict, base: str | None) -> Untrained:
     try:
         if base:
             return untrained_in(find_model(base), record)
-        files = ["*.json", *record["files"]]
+        files = ["config.json", *(file for file, _ in record["tensors"].values())]
         folder = find_model(record["path"], revision=record["revision"], files=files)
         return untrained_in(folder, record)
     except UserError as e:

@@ -21,7 +21,7 @@ from llm_demo.machine.dist import from_rank0
 from llm_demo.machine.files import finite, write_json
 from llm_demo.machine.text import counted
 from llm_demo.model.costs import parameters_of, state_bytes
-from llm_demo.model.model_folder import describe_source
+from llm_demo.model.model_folder import describe_model
 from llm_demo.run.folder import published
 from llm_demo.run.log import Log
 from llm_demo.run.plan import make_plan
@@ -95,11 +95,13 @@ class Job:
         )
         first, path = self.saver.first_step, self.saver.path
         self.saver.describe = functools.partial(
-            describe_source,
-            args.model_name_or_path,
-            source,
-            plan.described,
-            model=log.folder / "model",
+            describe_model,
+            source.folder,
+            source.tokenizer,
+            folder=log.folder / "model",
+            config=plan.described,
+            name=args.model_name_or_path,
+            weights=source.weights,
             earlier=path and path.parent.parent / "model",
         )
         self.timer = StepTimer(world, args.comm_timer)
