@@ -1,6 +1,8 @@
 """Exports with all that a base has beside the text that was trained."""
 
+import copy
 import json
+import re
 import shutil
 from fnmatch import fnmatch
 
@@ -24,6 +26,7 @@ from transformers import (
     Qwen3_5MoeConfig,
     Qwen3_5MoeForConditionalGeneration,
 )
+from transformers.quantizers import AutoHfQuantizer
 
 from llm_demo.core.errors import UserError
 from llm_demo.model.adapters import factors_of
@@ -72,6 +75,7 @@ OLD = {  # transformers' names of today: those of older files
     "model.vision_tower.": "vision_tower.",
     "model.multi_modal_projector.": "multi_modal_projector.",
 }
+WIDE = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 128)
 PROCESSOR = {"preprocessor_config.json": '{"size":  7}\n', "video_preprocessor_config.json": "{ }"}
 
 
@@ -87,9 +91,13 @@ def base(tmp_path_factory):
     """A function of (kind, whether names are old) -> a folder like a published one, in two shards
     that both hold text and other tensors."""
 
-    def make(kind, old=False):
+    def make(kind, old=False, wide=False):
         folder = tmp_path_factory.mktemp(kind) / "base"
         whole, config = KINDS[kind]
+        if wide:  # as blocks of fp8
+            config = copy.deepcopy(config)
+            vars(config.text_config).update(WIDE)
+            config.vision_config.out_hidden_size = 128
         torch.manual_seed(1)
         model = whole(config).bfloat16()
         model.save_pretrained(folder, save_original_format=False)
@@ -236,6 +244,31 @@ def test_a_text_that_changed_does_not_matter(base, tmp_path):
     step = run_of(tmp_path / "run", mine)
     change(mine, "model.language_model.norm.weight")
     export(step, tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe", "gemma3"])
+def test_the_text_in_fp8(kind, base, tmp_path):
+    """All else stays as it is, as quantization_config says, by which transformers loads it."""
+    whole, folder = KINDS[kind][0], base(kind, kind == "gemma3", True)
+    step, out = run_of(tmp_path / "run", folder), tmp_path / "hf"
+    export(step, out, "fp8")
+    before, after = read_all(folder), read_all(out)
+    other = [n for n in before if "language_model" not in n and n != "lm_head.weight"]
+    assert other and all(torch.equal(after[n], before[n]) for n in other)
+    with torch.device("meta"):
+        config = whole.config_class.from_pretrained(out)
+        quantization = AutoHfQuantizer.from_config(config.quantization_config)
+        del config.quantization_config
+        model = whole(config)
+    quantization._process_model_before_weight_loading(model)
+    replaced = {n for n, m in model.named_modules() if type(m).__name__.startswith("FP8")}
+    scaled = {re.sub(r"(\.experts)\..+", r"\1", n) for n in after if n.endswith("_scale_inv")}
+    scaled = {n.removesuffix(".weight_scale_inv") for n in scaled}
+    assert replaced == {n.replace("language_model.model", "model.language_model") for n in scaled}
+    assert scaled
+    loaded = whole.from_pretrained(out, dtype=torch.bfloat16)
+    mine = load_model("it", out, load_config(out, 32), torch.bfloat16)
+    assert torch.equal(logits(loaded), logits(mine))
 
 
 @pytest.mark.parametrize("kind, old", [("qwen3_5", False), ("gemma3", True)])

@@ -211,10 +211,11 @@ def describe(
         config.save_pretrained(out)
         describe_for_version_4(out, family_of(config))
         if whole:
-            text = json.loads(read_text(out / "config.json"))
-            copy_small(model / SMALL_FILES, out)
-            base = json.loads(read_text(out / "config.json"))
-            write_json(out / "config.json", whole_config(base, text), indent=2)
+            with blame(model / SMALL_FILES):
+                text = json.loads(read_text(out / "config.json"))
+                copy_small(model / SMALL_FILES, out)
+                base = json.loads(read_text(out / "config.json"))
+                write_json(out / "config.json", whole_config(base, text), indent=2)
         write_json(out / "generation_config.json", generation_config(model, tokenizer), indent=2)
     tokenizer.save_pretrained(out)
     name_tokenizer_for_version_4(out)

@@ -102,7 +102,7 @@ def read_record(model: Path) -> dict:
     if not file.is_file():
         return EARLIER
     with blame(file):
-        return json.loads(read_text(file))
+        return EARLIER | json.loads(read_text(file))
 
 
 def copy_small(folder: Path, out: Path) -> None:

@@ -26,7 +26,7 @@ from llm_demo.model.families import family_name
 from llm_demo.model.low_bits import fp8_config
 from llm_demo.model.model_folder import describe
 from llm_demo.model.source import find_model, load_tokenizer
-from llm_demo.model.untrained import Untrained, read_record, untrained_in
+from llm_demo.model.untrained import RECORD, Untrained, read_record, untrained_in
 from llm_demo.model.weights_files import (
     Weights,
     base_digest,
@@ -150,11 +150,11 @@ def find_untrained(record: dict, base: str | None) -> Untrained:
     """What a run recorded of its base. base: the folder or hub id if it has moved. Raises UserError
     if it is gone, or not as it was."""
     try:
-        if base:
-            return untrained_in(find_model(base), record)
-        files = ["config.json", *(file for file, _ in record["tensors"].values())]
-        folder = find_model(record["path"], revision=record["revision"], files=files)
-        return untrained_in(folder, record)
+        with blame(RECORD):
+            files = ["config.json", *(file for file, _ in record["tensors"].values())]
+            path, revision = record["path"], record["revision"]
+            folder = find_model(base) if base else find_model(path, None, revision, files)
+            return untrained_in(folder, record)
     except UserError as e:
         raise UserError(
             f"{e}; name a copy of the base as it was with --base, or write the text alone with "
