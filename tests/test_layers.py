@@ -67,7 +67,7 @@ CEILINGS = {
     "text or list times a condition": 0,
     "calls with *name or **name": 95,
     "raise UserError": 265,
-    "lines of tests": 23_500,
+    "lines of tests": 23_700,
     "setattr in tests": 88,
 }
 

@@ -92,6 +92,11 @@ OTHER_PARTS = (
 )
 
 
+def takes_images(config: dict) -> bool:
+    """Whether a config.json is of a model with images."""
+    return config.get("model_type") in WITH_IMAGES
+
+
 def family_name(config) -> str:
     """transformers' name of a configuration's family."""
     return config.model_type

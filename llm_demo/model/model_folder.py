@@ -45,7 +45,6 @@ from llm_demo.model.untrained import (
     read_record,
     record_of,
     whole_config,
-    why_text_alone,
 )
 from llm_demo.model.weights_files import Weights, open_weights
 
@@ -81,9 +80,6 @@ def find_source(args: Args, world: World, seq_len: int) -> tuple[Source, list[st
             f"weights: {len(weights.ignored)} not used: {', '.join(weights.ignored[:3])} (a vision "
             "tower, layers of multi-token prediction, rotary frequencies)"
         )
-    why = why_text_alone(folder, weights)
-    if why:
-        lines.append(f"export: the text alone: {why}")
     limit = position_limit(config)
     if limit and seq_len > limit:
         config = copy.deepcopy(config)

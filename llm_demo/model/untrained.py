@@ -17,16 +17,16 @@ from llm_demo.core.decoder import fused
 from llm_demo.core.errors import UserError
 from llm_demo.machine.process import read_text
 from llm_demo.machine.text import blame
-from llm_demo.model.families import WITH_IMAGES
+from llm_demo.model.families import takes_images
 from llm_demo.model.weights_files import Weights, found_at, open_file
 
 RECORD, SMALL_FILES = "untrained.json", "base"
 # Names of small files, without those that an export writes itself, but for config.json.
-SMALL = re.compile(
+COPIED = re.compile(
     r"(?!(added_tokens|chat_template|generation_config|merges|model\.safetensors|special_tokens_map"
     r"|tekken|tokenizer|tokenizer_config|vocab)\.).+\.(json|jinja|txt|model)"
 )
-EMBEDDING = "embed_tokens.weight"
+EMBEDDED = "embed_tokens.weight"
 EARLIER = {"images": False, "why": "the run is of a version that recorded nothing else"}
 
 
@@ -60,9 +60,10 @@ def digest_of(t: torch.Tensor) -> str:
     return hashed.hexdigest()
 
 
-def why_text_alone(folder: Path, weights: Weights | None) -> str | None:
-    """Why exports hold no more than the text: "" if the base has no more. None: they do."""
-    if not takes_images(folder) and not (weights and weights.untrained):
+def why_text_alone(images: bool, weights: Weights | None) -> str | None:
+    """Why exports hold no more than the text: "" if the base has no more. None: they do. images:
+    whether it takes some."""
+    if not (images or weights and weights.untrained):
         return ""
     if weights is None:
         return "the run began with random weights"
@@ -71,16 +72,13 @@ def why_text_alone(folder: Path, weights: Weights | None) -> str | None:
     return None
 
 
-def takes_images(folder: Path) -> bool:
-    return json.loads(read_text(folder / "config.json")).get("model_type") in WITH_IMAGES
-
-
 def record_of(name: str, folder: Path, weights: Weights | None) -> dict:
     """What a run records of its base. name: of the base, as given."""
-    record = {"images": takes_images(folder), "why": why_text_alone(folder, weights)}
+    images = takes_images(json.loads(read_text(folder / "config.json")))
+    record = {"images": images, "why": why_text_alone(images, weights)}
     if record["why"] is not None:
         return record
-    embedding = weights.names[f"model.{EMBEDDING}"]
+    embedding = weights.names[f"model.{EMBEDDED}"]
     begin = "language_model." if embedding.startswith("language_model.") else ""
     tensors = {}
     for tensor, file in weights.untrained.items():
@@ -90,7 +88,7 @@ def record_of(name: str, folder: Path, weights: Weights | None) -> dict:
         "path": found_at(name, folder),
         "revision": folder.name,  # of a hub id, whose cache names folders by commits
         "begin": begin,
-        "model": embedding.removeprefix(begin).removesuffix(EMBEDDING),
+        "model": embedding.removeprefix(begin).removesuffix(EMBEDDED),
         "fused": any(fused(tensor) for tensor in weights.stored),
         "tensors": tensors,
     }
@@ -109,7 +107,7 @@ def copy_small(folder: Path, out: Path) -> None:
     """Copy a model's small files."""
     out.mkdir(exist_ok=True)
     for file in folder.iterdir():
-        if SMALL.fullmatch(file.name) and file.is_file() and file.stat().st_size < 1 << 24:
+        if COPIED.fullmatch(file.name) and file.is_file() and file.stat().st_size < 1 << 24:
             (out / file.name).write_bytes(file.read_bytes())
 
 
@@ -126,7 +124,7 @@ def untrained_in(folder: Path, record: dict) -> Untrained:
 
 def whole_config(base: dict, text: dict) -> dict:
     """The configuration of the whole model. base: as it came; text: of an export of its text."""
-    if base["model_type"] not in WITH_IMAGES:
+    if not takes_images(base):
         return text
     above = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
     whole = base | {key: text[key] for key in above if key in text}

@@ -152,8 +152,8 @@ def find_untrained(record: dict, base: str | None) -> Untrained:
     try:
         with blame(RECORD):
             files = ["config.json", *(file for file, _ in record["tensors"].values())]
-            path, revision = record["path"], record["revision"]
-            folder = find_model(base) if base else find_model(path, None, revision, files)
+            given = {"revision": record["revision"], "files": files}
+            folder = find_model(base) if base else find_model(record["path"], **given)
             return untrained_in(folder, record)
     except UserError as e:
         raise UserError(
