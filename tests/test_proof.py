@@ -13,6 +13,7 @@ from test_plan import alone  # noqa: F401
 from transformers.models.seed_oss import modeling_seed_oss
 
 from llm_demo.model import proof
+from llm_demo.model.costs import parameters_of
 from llm_demo.model.families import is_mixture
 
 HEADS = {name: value for name, value in SIZES.items() if name != "head_dim"}
@@ -118,6 +119,53 @@ def test_equals_plain_loop(script, n, names, rows, flags, tmp_path):
         # two numbers of each of its blocks sum over all tokens
         later = 5e-5 if name == "ApertusConfig" else TOLERANCE
         assert_equal(losses, ranks, expected[name], later)
+
+
+QWEN36 = dict(
+    vocab_size=248_320,
+    head_dim=256,
+    linear_num_key_heads=16,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    layer_types=["linear_attention"] * 3 + ["full_attention"],
+    tie_word_embeddings=False,
+)
+PUBLISHED = {  # sizes of Qwen3.6 and Qwen3.8, 27B, and of Qwen3.6 35B-A3B, as far as they are told
+    "Qwen3_5TextConfig": (
+        dict(
+            hidden_size=5120,
+            intermediate_size=17_408,
+            num_hidden_layers=64,
+            num_attention_heads=24,
+            num_key_value_heads=4,
+            linear_num_value_heads=48,
+        ),
+        26.9e9,
+    ),
+    "Qwen3_5MoeTextConfig": (
+        dict(
+            hidden_size=2048,
+            num_hidden_layers=40,
+            num_attention_heads=16,
+            num_key_value_heads=2,
+            linear_num_value_heads=32,
+            num_experts=256,
+            num_experts_per_tok=8,
+            moe_intermediate_size=512,
+            shared_expert_intermediate_size=512,
+        ),
+        34.7e9,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_later_models_of_a_family_are_proven_too(name):
+    sizes, parameters = PUBLISHED[name]
+    kinds = QWEN36["layer_types"] * (sizes["num_hidden_layers"] // 4)
+    config = getattr(transformers, name)(**QWEN36 | sizes | {"layer_types": kinds})
+    assert parameters_of(config) == pytest.approx(parameters, rel=2e-3)
+    assert proof.compare(proof.small_copy(config)).adapters is None
 
 
 def roll(method):
