@@ -117,7 +117,9 @@ def test_a_template_prints_the_date_of_the_run(text, tmp_path):
     assert f"{DAY.strftime(text)}!" in after
     if "%H" not in text and today == datetime.date.today():
         assert after.replace(DAY.strftime(text), today.strftime(text)) == before
-    describe_model(tmp_path, dated, tmp_path / "run", AutoConfig.for_model("llama"))
+    config = AutoConfig.for_model("llama")
+    config.save_pretrained(tmp_path)
+    describe_model(tmp_path, dated, tmp_path / "run", config)
     assert load_tokenizer(str(tmp_path / "run")).chat_template == template
 
 
