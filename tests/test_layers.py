@@ -53,10 +53,19 @@ def test_few_modules_at_the_top():
     assert len([*(ROOT / "llm_demo").glob("*.py")]) <= 9
 
 
+def test_what_is_particular_to_a_family_stands_in_one_file():
+    named = []
+    for folder in ("llm_demo", "fsdp", "pp", "zero", "fsdp_pp", "bench"):
+        for file in ROOT.glob(f"{folder}/**/*.py"):
+            if "model_type" in file.read_text():
+                named.append(file.name)
+    assert named == ["families.py"]
+
+
 # What a reader pays for, and the most that there may be of it: lower these when there is less.
 # `python docs/make_layers.py --sizes` prints how much there is.
 CEILINGS = {
-    "AST nodes": 179_770,
+    "AST nodes": 179_800,
     "AST nodes a code line": 10.5,
     "top-level names in two or more modules": 22,
     "flags": 85,
@@ -67,7 +76,7 @@ CEILINGS = {
     "text or list times a condition": 0,
     "calls with *name or **name": 95,
     "raise UserError": 265,
-    "lines of tests": 23_700,
+    "lines of tests": 23_750,
     "setattr in tests": 88,
 }
 

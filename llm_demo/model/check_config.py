@@ -61,8 +61,8 @@ def problems_of_layers(config, family: Family) -> Iterator[str]:
     in_every_layer = hasattr(kind, "sliding_window") and not hasattr(kind, "layer_types")
     if in_every_layer and window is not None and "full_attention" in layers:
         yield (
-            f"layer_types has full_attention, but {config.model_type} uses sliding_window in every "
-            "layer: remove one of them"
+            f"layer_types has full_attention, but {family_name(config)} uses sliding_window in "
+            "every layer: remove one of them"
         )
     if not family.delta_rule:
         return

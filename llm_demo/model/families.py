@@ -97,6 +97,27 @@ def takes_images(config: dict) -> bool:
     return config.get("model_type") in WITH_IMAGES
 
 
+def text_part(config):
+    """Of a model with images, the configuration of what reads text, which is trained; of any other
+    model, its own. Raises ValueError if it is of another kind."""
+    kinds = WITH_IMAGES.get(config.model_type)
+    if kinds is None:
+        return config
+    text = config.text_config
+    if text.model_type not in kinds:
+        raise ValueError(f"text_config has model_type {text.model_type}, not {' or '.join(kinds)}")
+    for name in ("tie_word_embeddings", "quantization_config"):
+        value = getattr(config, name, None)
+        if value:
+            setattr(text, name, value)
+    return text
+
+
+def family_in(config: dict) -> str | None:
+    """The family of a config.json; of its text, if it is of a model with images."""
+    return (config.get("text_config") or config).get("model_type")
+
+
 def family_name(config) -> str:
     """transformers' name of a configuration's family."""
     return config.model_type

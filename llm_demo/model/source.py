@@ -25,7 +25,7 @@ from llm_demo.flags.parsing import template_variables
 from llm_demo.machine.process import regular
 from llm_demo.machine.text import blame
 from llm_demo.model.check_config import ANY_LENGTH, problems_of
-from llm_demo.model.families import WITH_IMAGES, family_name
+from llm_demo.model.families import family_name, text_part
 from llm_demo.model.local_model import FILES, find_here, refuse_adapter, refuse_pointers
 from llm_demo.model.weights_files import open_weights
 
@@ -97,22 +97,6 @@ def load_config(folder: Path, max_len: int, weights_elsewhere: bool = False):
         if weights_elsewhere or open_weights(folder) or rope_type(config) not in ANY_LENGTH:
             raise UserError(f"--seq_len {max_len}: {folder} has positions up to {limit}")
     return config
-
-
-def text_part(config):
-    """Of a model with images, the configuration of what reads text, which is trained; of any other
-    model, its own. Raises ValueError if it is of another kind."""
-    kinds = WITH_IMAGES.get(config.model_type)
-    if kinds is None:
-        return config
-    text = config.text_config
-    if text.model_type not in kinds:
-        raise ValueError(f"text_config has model_type {text.model_type}, not {' or '.join(kinds)}")
-    for name in ("tie_word_embeddings", "quantization_config"):
-        value = getattr(config, name, None)
-        if value:
-            setattr(text, name, value)
-    return text
 
 
 # Text that tokenizers with other rules split or normalise differently.

@@ -27,7 +27,7 @@ from llm_demo.core.errors import UserError
 from llm_demo.machine.files import hash_of
 from llm_demo.machine.process import read_text, regular
 from llm_demo.machine.text import blame, differences, progress
-from llm_demo.model.families import OTHER_PARTS, TEXT_NAMES
+from llm_demo.model.families import OTHER_PARTS, TEXT_NAMES, family_in
 from llm_demo.model.local_model import refuse_deepspeed
 
 SAMPLE = 4096  # bytes at the beginning, the middle and the end of a tensor
@@ -114,10 +114,10 @@ def text_name(name: str) -> str:
 
 class Names:
     """What tensors of a family are called in files, where transformers' modules have other names.
-    Source: its own table, transformers.conversion_mapping. kind: a model_type, or None."""
+    Source: its own table, transformers.conversion_mapping. family: as of family_in."""
 
-    def __init__(self, kind: str | None = None):
-        transforms = get_checkpoint_conversion_mapping(kind) or []
+    def __init__(self, family: str | None):
+        transforms = get_checkpoint_conversion_mapping(family) or []
         self.of_ours = [t for t in transforms if type(t) is WeightRenaming]
         self.of_files = [t.reverse_transform() for t in reversed(self.of_ours)]
         sources = [pattern for t in transforms for pattern in t.source_patterns]
@@ -146,13 +146,13 @@ class Names:
 class Weights:
     """A folder's safetensors: names and shapes of the model's parameters, and any of them or part
     of one on demand. Fused experts are read from a tensor for each, or fused. Values in fp8 are
-    multiplied by their scales, which are in `scales` and are no parameters. kind: as of Names.
+    multiplied by their scales, which are in `scales` and are no parameters. family: as of Names.
 
     Files are mapped for one read at a time: pages count as this process's memory while they are
     mapped, and a rank should hold no more of a file than it keeps."""
 
-    def __init__(self, folder: Path, files: dict[str, Path], kind: str | None = None):
-        names_of = Names(kind)
+    def __init__(self, folder: Path, files: dict[str, Path], family: str | None = None):
+        names_of = Names(family)
         self.folder = folder
         self.names = {}  # in the files
         self.files = {}
@@ -323,9 +323,8 @@ def open_weights(folder: Path) -> Weights | None:
     if places is None:
         return None
     with blame(folder / "config.json"):
-        config = json.loads(read_text(folder / "config.json"))
-        kind = (config.get("text_config") or config).get("model_type")
-    return Weights(folder, places, kind)
+        family = family_in(json.loads(read_text(folder / "config.json")))
+    return Weights(folder, places, family)
 
 
 def places_in(folder: Path) -> dict[str, Path] | None:
