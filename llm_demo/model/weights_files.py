@@ -319,11 +319,12 @@ class Weights:
 
 def open_weights(folder: Path) -> Weights | None:
     """The folder's weights; None if it holds none. Raises UserError for other formats."""
-    places = places_in(folder)
+    places, file, family = places_in(folder), folder / "config.json", None
     if places is None:
         return None
-    with blame(folder / "config.json"):
-        family = family_in(json.loads(read_text(folder / "config.json")))
+    if file.is_file():
+        with blame(file):
+            family = family_in(json.loads(read_text(file)))
     return Weights(folder, places, family)
 
 
