@@ -15,6 +15,7 @@ from test_export import FACTS
 from test_parity import SIZES
 from test_qwen35 import EXPERTS, IDS, MODELS
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     Gemma3Config,
@@ -69,6 +70,14 @@ KINDS = {  # name: (class, configuration, whether the text comes first in names)
         ),
     ),
 }
+KINDS["ministral3"] = (
+    Mistral3ForConditionalGeneration,
+    Mistral3Config(
+        text_config=dict(model_type="ministral3", **TEXT),
+        vision_config=KINDS["mistral3"][1].vision_config.to_dict(),
+        tie_word_embeddings=False,
+    ),
+)
 OLD = {  # transformers' names of today: those of older files
     "model.language_model.": "language_model.model.",
     "lm_head.": "language_model.lm_head.",
@@ -160,8 +169,8 @@ def logits(model):
         return model.eval()(torch.randint(0, 4000, (2, 17))).logits
 
 
-LAYOUTS = [("qwen3_5", False), ("qwen3_5_moe", False), *((k, old) for k in ("gemma3", "mistral3")
-                                                         for old in (False, True))]  # fmt: skip
+LAYOUTS = [("qwen3_5", False), ("qwen3_5_moe", False), ("ministral3", True)]
+LAYOUTS += [(kind, old) for kind in ("gemma3", "mistral3") for old in (False, True)]
 
 
 @pytest.mark.parametrize("kind, old", LAYOUTS)
@@ -340,3 +349,11 @@ def test_a_base_on_the_hub_is_downloaded_again(base, tmp_path, monkeypatch):
     assert asked == [("me/base", revision)]
     assert len([*cached.iterdir()]) == 3 and len([*folder.iterdir()]) > 5
     assert read_all(tmp_path / "out").keys() == read_all(folder).keys()
+
+
+def test_gemma_4_is_refused_for_its_soft_cap(tmp_path):
+    """Its folder is read as its text, as others are."""
+    text = {"model_type": "gemma4_unified_text", "final_logit_softcapping": 30.0}
+    AutoConfig.for_model("gemma4_unified", text_config=text).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="config.json: final_logit_softcapping is not supported"):
+        load_config(tmp_path, 32)

@@ -17,15 +17,15 @@ def problems_of(config) -> Iterator[str]:
     """Why a configuration can't be trained exactly, if so. Only the first is sure: it may be the
     cause of the next. Of a family without a test of its own the proof finds more."""
     family = family_of(config)
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(config, name, None) is not None:
+            yield f"{name} is not supported"
     if config.num_attention_heads % heads_of(config).keys:
         yield "num_attention_heads must be a multiple of num_key_value_heads"
     for name in family.multipliers:
         value = getattr(config, name)
         if value <= 0:
             yield f"{name} {value} is not a positive number"
-    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if getattr(config, name, None) is not None:
-            yield f"{name} is not supported"
     for name, value in (("use_bidirectional_attention", False), ("is_causal", True)):
         if bool(getattr(config, name, value)) != value:
             yield f"{name} {getattr(config, name)} is not supported: attention is causal"
