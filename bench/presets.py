@@ -220,6 +220,14 @@ def _qwen35():
     return [*rows, {**small, "micro": 4, "data": "packed"}]
 
 
+def _proven():
+    """Two blocks like GLM-4.5-Air's, a family without a test of its own, beside TRL."""
+    row = {"model": "models/glm4.5-air-2l", "seq_len": 4096, "gpus": 1, "steps": 12, "ckpt": True}
+    return [
+        {**row, "micro": micro, "engine": engine} for micro in (1, 4) for engine in ("fsdp", "trl")
+    ]
+
+
 def _on(gpus):
     """What more than two GPUs have to show: scaling, every way to spread a run over two kinds of
     link at 65k and 131k tokens a step, experts, long rows."""
@@ -361,6 +369,7 @@ PRESETS = {
     "fp8": _fp8(),
     "tensor": _tensor(),
     "qwen35": _qwen35(),
+    "proven": _proven(),
     # rows spread over two GPUs, beside torchtitan's context parallelism; then as long as they fit
     "long": [
         {**_LONG, "engine": "fsdp", "steps": 8},
