@@ -142,13 +142,6 @@ def test_a_forward_without_a_backward_leaves_nothing(config):
     assert all(torch.equal(p.grad, q.grad) for p, q in grads)
 
 
-def test_only_inputs_of_units_leave_the_device(config):
-    model = decoder(config)
-    model.on_host = ActivationsOnHost(6, (B, S, 1), torch.float32, CPU)
-    forward(model).backward()  # of another shape
-    assert not model.on_host.kept
-
-
 VIEWS = {
     "shape": lambda x: x.view(9, 4) ** 3,
     "stride": lambda x: x.transpose(0, 1) ** 3,

@@ -184,8 +184,7 @@ EVALUATE = f"{sys.executable} -m llm_demo.evaluate --models models/qwen3-tiny --
 
 
 @pytest.mark.parametrize("command", ["bash fsdp/launch_fsdp.sh --train_json", EVALUATE])
-def test_before_torch_is_imported(command, tmp_path, record_property):
-    record_property("bad inputs", 1)
+def test_before_torch_is_imported(command, tmp_path):
     for heavy in ("torch", "transformers"):
         (tmp_path / f"{heavy}.py").write_text("raise SystemExit('too late')")
     path = write(tmp_path / "x.jsonl", GOOD, "{\n", GOOD, {"prompt": 7, "completion": "yo"})

@@ -2,28 +2,17 @@
 
 import functools
 import json
-import os
 import pathlib
 import re
-import resource
-import signal
-import subprocess
 import sys
-import time
-from itertools import combinations
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from conftest import ROOT, command_line, python, run
-from matplotlib.figure import Figure
-from matplotlib.text import Text
 
-from bench import checkpoints, held_out, plots, store, table
+from bench import held_out, plots, store, table
 from bench import run as bench
 from bench.held_out import WAYS as HELD_OUT
-from bench.peers import torchtitan, trl
 from llm_demo.core.errors import UserError
 from llm_demo.flags.args import less_memory, parse_args
 from llm_demo.flags.parsing import groups_of
@@ -74,21 +63,6 @@ def test_smoke_then_resume(call, empty, tmp_path):
         call(bench.main, "--preset", "smoke")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["fsdp", "pp"])
-def test_what_checkpoints_cost(engine):
-    """Three real runs; on a CPU, in fp32, they end alike."""
-    args = SimpleNamespace(model="models/qwen3-tiny", dtype="fp32", steps=6, flags="")
-    args.save_every, args.seq_len = 3, 128
-    found = checkpoints.measure_save(engine, args)
-    columns = found["columns"]
-    assert columns["difference after resuming"] == columns["difference of a second run"] == "none"
-    (background,), (waiting,) = found["saves"]["background"], found["saves"]["waiting"]
-    assert background["save/stall_s"] < background["save/seconds"]
-    assert waiting["save/stall_s"] == waiting["save/seconds"]
-    assert background["save/bytes"] == pytest.approx(waiting["save/bytes"], rel=0.01)
-
-
 def test_a_row_that_fails_is_a_row_that_says_so(call, empty):
     flags = ["--engines", "fsdp", "--model", "models/qwen3-tiny", "--flags=--oops", "--out", "x"]
     code, said, _ = call(bench.main, *flags)
@@ -96,33 +70,6 @@ def test_a_row_that_fails_is_a_row_that_says_so(call, empty):
     (result,) = store.read("x")
     assert result["status"] == "failed" and result["error"].startswith("error: unknown")
     assert "failed" in table.line_of(result)
-
-
-def test_ctrl_c_ends_the_row_and_its_processes(tmp_path):
-    flags = "--engines fsdp --model models/qwen3-tiny --seq_len 64 --steps 123457".split()
-    bench_run = subprocess.Popen(
-        [sys.executable, "-m", "bench.run", *flags, "--out", str(tmp_path / "x")],
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=ROOT, stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells' & ignores it
-    )  # fmt: skip
-
-    def running():
-        return subprocess.run(["pgrep", "-f", "fsdp.py.*123457"], capture_output=True).stdout
-
-    for _ in range(60):
-        if len(running().split()) >= 3:  # the launcher and two ranks
-            break
-        time.sleep(0.5)
-    time.sleep(2)
-    bench_run.send_signal(signal.SIGINT)
-    _, said = bench_run.communicate(timeout=40)
-    assert bench_run.returncode == 130 and "completed rows are kept" in said, said
-    for _ in range(20):  # a rank that was being started may take a moment to notice
-        if not running():
-            break
-        time.sleep(0.5)
-    assert not running()
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
@@ -139,25 +86,6 @@ def test_losses_of_the_same_steps(what, call, empty, tmp_path):
     ends = [each["2"] for each in losses]
     # a CPU computes in fp32, where a step in two parts is the same here
     assert len({*ends}) == len(ends) - (what == "fp8") and max(ends) - min(ends) < 0.5
-
-
-def test_grids_and_names():
-    rows = {}
-    for preset, listed in bench.PRESETS.items():
-        names = [bench.name_of({**bench.DEFAULTS, **row}) for row in listed]
-        assert len(set(names)) == len(names), preset
-        rows[preset] = names
-    assert len(rows["seed"]) == 18  # nine rows, two engines
-    base = {**bench.DEFAULTS, "flags": "--schedule dualpipev", "env": "NCCL_P2P_DISABLE=1"}
-    name = bench.name_of({**base, "engine": "pp", "ckpt": True})
-    assert name == "pp-qwen3-0.6b-s1024-m1-ga1-bf16-ckpt-schedule-dualpipev-NCCL_P2P_DISABLE-1"
-    # what the pipeline and FSDP are compared on: the same tokens a step on two GPUs
-    for preset in ("teff", "no_p2p", "slow_link"):
-        work = {"pp": set(), "fsdp": set()}
-        for row in bench.PRESETS[preset]:
-            replicas = 2 if row["engine"] == "fsdp" else 1
-            work[row["engine"]].add(row["micro"] * row["ga"] * replicas)
-        assert work["pp"] == work["fsdp"]
 
 
 def test_scripts_take_the_flags_of_all_presets():
@@ -189,21 +117,6 @@ def test_a_row_replaces_the_one_with_the_same_settings(empty):
     for script in ("fsdp", "pp", "fsdp"):
         store.write("save", {"columns": {"script": script}})
     assert [r["columns"]["script"] for r in store.read("save")] == ["fsdp", "pp"]
-
-
-def test_an_interrupted_write_leaves_the_old_file(empty):
-    store.write("x", result_of(micro=1))
-    before = store.read("x")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (store.file_of("x").stat().st_size + 9, limits[1]))
-    try:
-        with pytest.raises(OSError):
-            store.write("x", result_of(micro=2))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert store.read("x") == before
-    store.write("x", result_of(micro=2))
-    assert len(store.read("x")) == 2
 
 
 # cards bridged in pairs
@@ -244,24 +157,6 @@ def test_the_tables_are_those_of_the_results():
         assert text.count("\nMeasured at ") == (page.name != "README.md" and tables)
 
 
-def test_tables_are_updated_in_the_page_that_has_them(call, tmp_path, monkeypatch):
-    text = "\nabove\n<!-- table: h200-x2/teff -->\n{}<!-- end -->\nbelow\n"
-    (tmp_path / "docs").mkdir()
-    pages = tmp_path / "README.md", tmp_path / "docs/a.md", tmp_path / "docs/b.md"
-    for page, body in zip(pages, ("no table", text.format("| old |\n"), text), strict=True):
-        page.write_text(body)
-    monkeypatch.setattr(table, "ROOT", tmp_path)
-    code, _, errors = call(table.main, "--check")
-    assert code == 1 and "docs/a.md is out of date" in errors and "README" not in errors
-    assert call(table.main)[0] == 0
-    assert pages[0].read_text() == "no table"
-    measured = table.notes_of("h200-x2/teff")
-    commits = r"\nMeasured at (\w{7} \(\d+\), )+\w{7} \(\d+\)\."
-    assert re.fullmatch(f"{commits} `peak_mem` is what was allocated; .*\n", measured)
-    expected = text.format(table.table("h200-x2/teff") + measured)
-    assert [page.read_text() for page in pages[1:]] == [expected] * 2
-
-
 def test_out_of_memory_names_what_to_lower(ended, capsys):
     flags = ["--micro_batch_size", "4", "--dtype", "fp32"]
     parse = functools.partial(parse_args, "", argv=flags)
@@ -278,57 +173,6 @@ def test_out_of_memory_names_what_to_lower(ended, capsys):
     assert bench.failure(1, error)["status"] == "out of memory"
 
 
-def test_a_failed_row_keeps_what_was_said_before_a_stack():
-    stack = "".join(f"frame #{i}: c10d::Something() + 0x6a90931 (0x7fe2a)\n" for i in range(99))
-    found = bench.failure(137, f"step 3/8 | loss 12.1\n{stack}error: rank 0 died of SIGKILL\n")
-    assert found["error"] == "error: rank 0 died of SIGKILL" and "step 3/8" in found["output"]
-    assert bench.failure(1, "")["error"] == "no output"
-
-
-def test_a_peers_row_has_its_memory_by_our_measure_and_its_versions():
-    said = 'environment: {"versions": {"torchtitan": "0.2.2"}}\n' + "".join(
-        f"[default0]:allocated at the peak: {step / 10}GiB, retries: {step}\n"
-        f"step:  {step}  loss: 12.1  grad_norm: 0.5  memory: 20.4GiB(14%)  tps: 1,000  tflops: 1\n"
-        for step in (1, 10, 20, 30)
-    )
-    row = {**bench.DEFAULTS, "engine": "torchtitan", "gpus": 2}
-    assert "torch.distributed.run" in torchtitan.command_of(row)
-    result = torchtitan.read(row, said)
-    expected = {"peak_mem_gb": [3.0], "reserved_gb": [20.4], "alloc_retries": 30}
-    expected |= {"late_alloc_retries": 20, "median_slots_per_s": 2000}
-    assert expected.items() <= result["summary"].items()
-    assert result["env"]["versions"] == {"torchtitan": "0.2.2"}
-
-
-def test_a_row_spread_over_gpus_is_torchtitans_context_parallelism():
-    row = {**bench.DEFAULTS, "gpus": 4, "ga": 3, "seq_len": 4096, "flags": "--sequence_parallel 2"}
-    command = torchtitan.command_of(row)
-    assert command[command.index("--parallelism.context_parallel_degree") + 1] == "2"
-    assert command[command.index("--training.global_batch_size") + 1] == "6"
-    said = 'environment: {"versions": {}}\nallocated at the peak: 2.0GiB, retries: 0\n'
-    said += "".join(f"step: {n} memory: 20.4GiB(14%) tps: 1,000\n" for n in (1, 10, 20))
-    found = torchtitan.read(row, said)  # 1,000 slots a second on each of 4 GPUs, 6 rows a step
-    assert found["summary"]["median_slots_per_s"] == 4000
-    assert found["summary"]["median_step_ms"] == pytest.approx(6 * 4096 / 4000 * 1e3)
-    assert found["config"]["global_batch"] == 6
-    alone = torchtitan.command_of({**row, "flags": ""})
-    assert alone[alone.index("--training.global_batch_size") + 1] == "12"
-    assert not any("context_parallel" in word for word in alone)
-
-
-def test_trls_row_has_medians_without_the_first_steps():
-    memory = {"peak_mem_gb": [3.0, 2.0], "reserved_gb": [3.5, 2.5], "alloc_retries": 2}
-    memory["late_alloc_retries"] = 0
-    figures = {"step_ms": [900, 90, 40, 50, 60], "env": {"cuda": None}, **memory}
-    said = f"trl figures: {json.dumps(figures)}\n"
-    row = {**bench.DEFAULTS, "engine": "trl", "gpus": 2, "micro": 4, "flags": "--lora_rank 8"}
-    result = trl.read(row, said)
-    assert result["summary"]["median_step_ms"] == 50
-    assert memory.items() <= result["summary"].items()
-    assert result["summary"]["median_slots_per_s"] == 2 * 4 * 1024 / 0.05
-    assert trl.flag(row, "lora_rank", 16) == 8 and trl.flag(row, "device_memory_gb", 0) == 0
-
-
 def test_the_pictures_are_of_the_results():
     text = "".join(page.read_text() for page in table.pages())
     named = re.findall(r"\]\((?:\.\./)?bench/plots/(\S+)\.png\)", text)
@@ -338,74 +182,6 @@ def test_the_pictures_are_of_the_results():
     for name in named:
         picture = (plots.PLOTS / f"{name}.png").read_bytes()
         assert plots.digest(*panels.get(name, [name])).encode() in picture, "python -m bench.plots"
-
-
-@pytest.mark.parametrize("name, said", [
-    ("h200-x2/no_p2p,h200-x2/none", "h200-x2/none: no results to draw"),
-    ("h200-x2/ways_sockets,h200-x2/long", "no engine with the same flags is in all of them"),
-    ("h200-x2/zero,h200-x2/zero", "h200-x2/zero has bars that differ"),  # four models
-    ("h200-x2/checkpoints/save", "has a table of its own and no picture"),
-    ("h200-x2/timer/redesign", "has a table of its own and no picture"),  # equal settings
-])  # fmt: skip
-def test_what_cannot_be_drawn_is_refused_in_one_line(name, said, call):
-    before = sorted(plots.PLOTS.rglob("*.png"))
-    with pytest.raises(UserError, match=said):
-        call(plots.main, name)
-    assert sorted(plots.PLOTS.rglob("*.png")) == before
-
-
-@pytest.mark.parametrize("names, curves", [
-    (("seed",), 0), (("zero",), 0), (("speed",), 0), (("teff",), 4), (("ways_no_p2p",), 8),
-    (("ways",), 12), (("ways", "ways_no_p2p", "ways_sockets"), 0),
-])  # fmt: skip
-def test_pictures_do_not_mislead(names, curves, tmp_path, monkeypatch):
-    """A line of growing x, or a bar a row; every row is there; no text is cut or covers another."""
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
-    names = [f"h200-x2/{name}" for name in names]
-    if len(names) > 1:
-        plots.draw_links(names, tmp_path / "a.png")
-    else:
-        plots.draw(*names, tmp_path / "a.png")
-    lines = [line for axes in figures[0].axes for line in axes.lines]
-    assert len(lines) == curves and all((np.diff(line.get_xdata()) > 0).all() for line in lines)
-    names_at = [(t.xyann[1], axes.get_ylim()) for axes in figures[0].axes for t in axes.texts
-                if getattr(t, "arrow_patch", None)]  # fmt: skip
-    assert all(low < y <= high for y, (low, high) in names_at)
-    bars = max(len(axes.containers[0]) if axes.containers else 0 for axes in figures[0].axes)
-    assert bars == (len(store.read(names[0])) if len(names) == 1 else 8)
-    figures[0].draw_without_rendering()
-    texts = [t for t in figures[0].findobj(Text) if t.get_visible() and t.get_text()]
-    assert not [t for t in texts if "ahead" in t.get_text() or "NCCL" in t.get_text()]
-    boxes = [Text.get_window_extent(text) for text in texts]  # an annotation's own has its arrow
-    width, height = figures[0].canvas.get_width_height()
-    for text, box in zip(texts, boxes, strict=True):
-        assert box.x0 >= 0 and box.x1 <= width and box.y0 >= 0 and box.y1 <= height, text
-    smaller = [box.padded(-2) for box in boxes]
-    touching = [(a, b) for (a, x), (b, y) in combinations(zip(texts, smaller, strict=True), 2)
-                if x.overlaps(y)]  # fmt: skip
-    assert not touching
-
-
-def test_where_two_lines_cross():
-    fsdp = [(10, 100), (20, 110), (40, 120)]
-    assert plots.crossover(fsdp, [(10, 50), (40, 110)]) is None
-    assert plots.crossover(fsdp, [(10, 80), (20, 130)]) == (15, 105)
-    assert plots.crossover(fsdp, [(20, 120), (40, 140)]) == (20, 120)  # from its first point on
-    assert plots.crossover(fsdp, [(10, 80), (20, 111)]) is None  # a tie
-    assert plots.crossover(fsdp, [(50, 200), (60, 300)]) is None  # never at the same tokens
-    assert plots.crossover(fsdp, [(10, 150), (20, 150), (40, 100)]) is None  # behind at the end
-    assert plots.crossover(fsdp, [(10, 150), (20, 90), (40, 140)]) == (30, 115)
-
-
-def test_checkpointing_is_on_or_off_in_any_spelling():
-    def rows(text):
-        args = bench.make_parser().parse_args(["--engines", "fsdp", "--ckpt", text])
-        return [row["ckpt"] for row in bench.grid(args).values()]
-
-    assert rows("True,no") == [True, False] and rows("1") == [True]
-    with pytest.raises(UserError, match="--ckpt maybe: must be true or false"):
-        rows("true,maybe")
 
 
 def test_one_rank_of_many(tmp_path):

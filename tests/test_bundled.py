@@ -12,44 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from llm_demo.model.costs import active_of
 
-TRAIN, HELDOUT = ROOT / "data" / "sft_en.jsonl", ROOT / "data" / "sft_en.heldout.jsonl"
-
-
-def conversations(path):
-    return [json.loads(line)["messages"] for line in path.read_text("utf-8").splitlines()]
-
-
-def words(messages):
-    """A conversation without case, spacing and punctuation, to compare it with others."""
-    return tuple(re.findall(r"\w+", " ".join(m["content"] for m in messages).lower()))
-
 
 @pytest.fixture(scope="module")
 def tokenizer():
     return AutoTokenizer.from_pretrained(TINY)
-
-
-def test_rows_are_conversations_and_differ():
-    text = (ROOT / "data" / "README.md").read_text("utf-8")
-    for path in (TRAIN, HELDOUT):
-        rows = conversations(path)
-        assert len(rows) == int(re.search(rf"`{re.escape(path.name)}` \| (\d+)", text)[1])
-        for number, messages in enumerate(rows, 1):
-            roles = [m["role"] for m in messages]
-            turns = roles[1:] if roles[0] == "system" else roles
-            assert turns and turns == ["user", "assistant"] * (len(turns) // 2), number
-            assert all(m["content"] and m["content"] == m["content"].strip() for m in messages)
-        assert len({words(messages) for messages in rows}) == len(rows)
-
-
-def test_heldout_rows_are_not_trained_on():
-    def question(messages):  # the system prompt and everything up to the last answer
-        return words(messages[:-1])
-
-    trained = {question(m) for m in conversations(TRAIN)}
-    assert trained.isdisjoint(question(m) for m in conversations(HELDOUT))
-    answers = {m[-1]["content"] for m in conversations(TRAIN)}
-    assert answers.isdisjoint(m[-1]["content"] for m in conversations(HELDOUT))
 
 
 def test_special_tokens(tokenizer):

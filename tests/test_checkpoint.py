@@ -149,36 +149,6 @@ def test_keeps_the_last_and_the_best(tmp_path):
     assert not list((tmp_path / "checkpoints").glob(".part-*"))
 
 
-def test_without_room_for_copies_training_waits(tmp_path, monkeypatch):
-    """On this node, whose ranks all make copies."""
-    tensors = {**state(1), **saver.rng_state(WORLD)}.values()
-    of_one = sum(-(-t.nbytes // 64) * 64 for t in tensors)
-    monkeypatch.setattr(saver, "free_host_memory", lambda: 1.5 * of_one / 0.8)
-    for ranks in (1, 2):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-        folder = tmp_path / str(ranks)
-        folder.mkdir()
-        checkpoints = make(folder, save=True, save_every=2)
-        checkpoints.prepare_folder(lambda: state(1), last=False)
-        checkpoints.save(2, state(2), checkpoints.log.facts(), wait=False)
-        waits = any("too little host memory for copies" in line for line in checkpoints.log.said)
-        assert waits == (not checkpoints.thread) == (ranks == 2)
-        checkpoints.finish()
-        assert found(folder)[0] == 2
-
-
-def test_memory_for_the_first_copies_is_there_before_they_are_made(tmp_path):
-    """Also of tensors on the host, as --optimizer_on_host has them: training would wait for it."""
-    checkpoints = make(tmp_path, save=True, save_every=2)
-    checkpoints.prepare_folder(lambda: state(1), last=False)
-    checkpoints.reserving.join()
-    prepared = {name: checkpoints.staged[name].data_ptr() for name in state(2)}
-    checkpoints.save(2, state(2), checkpoints.log.facts(), wait=False)
-    checkpoints.finish()
-    assert {name: checkpoints.staged[name].data_ptr() for name in state(2)} == prepared
-    assert found(tmp_path)[0] == 2
-
-
 def test_other_data_is_refused_with_the_difference_named(tmp_path):
     save(make(tmp_path), 1)
     voice, identity = Voice(tmp_path, lr=0.2), {"seed": 2, "b": 4}

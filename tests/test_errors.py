@@ -33,7 +33,6 @@ from conftest import (
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from llm_demo import fit
 from llm_demo.machine.dist import run as run_main
 from llm_demo.machine.dist import start
 from llm_demo.model.families import FAMILIES
@@ -171,9 +170,8 @@ WITH_EXPERTS = f"{MODEL} {shlex.quote(str(ROOT / 'models/qwen3-moe-tiny'))} {NO_
 OFFLOAD = f"--deepspeed_config {shlex.quote(str(ROOT / 'zero/ds_zero3_offload.json'))}"
 
 
-def test_bad_input_of_two_processes(folder, record_property):
+def test_bad_input_of_two_processes(folder):
     """Through the launcher: one line and an exit code."""
-    record_property("bad inputs", 1)
     flags = f"--train_json broken.jsonl --output_dir new {ONE_BLOCK}"
     env = {"PYTHON": sys.executable, "MAX_STEPS": "2", "NPROC_PER_NODE": "2"}
     started = time.monotonic()
@@ -276,8 +274,7 @@ CASES = [(kind, flags, message) for kinds, flags, message in BAD for kind in kin
 
 
 @pytest.mark.parametrize("kind, flags, message", CASES)
-def test_bad_input_of_one_process(kind, flags, message, folder, monkeypatch, record_property):
-    record_property("bad inputs", 1)
+def test_bad_input_of_one_process(kind, flags, message, folder, monkeypatch):
     script = script_of(kind)
     defaults = "--train_json good.jsonl --output_dir new --max_steps 1".split()
     defaults += ["--stages", "1"] * (kind in ("pp", "fsdp_pp"))
@@ -286,21 +283,6 @@ def test_bad_input_of_one_process(kind, flags, message, folder, monkeypatch, rec
     with refused(message):
         run_alone(monkeypatch, script, *defaults, *shlex.split(flags))
     nothing_is_lost(folder)
-
-
-@pytest.mark.parametrize("model, flag, message", [
-    ("gpt2", "", "gpt2 has no test of its own"),
-    ("mrope", "", "mrope/config.json: the rotary type mrope is not one of default,"),
-    ("trained", "--seq_len=4096", "--seq_len 4096: trained has positions up to 2048"),
-    ("window", "--ckpt=1", "unrecognized arguments: --ckpt=1"),
-    ("window", "--memory=", "--memory: : must be a number"),
-])  # fmt: skip
-def test_bad_input_of_fit(model, flag, message, folder, monkeypatch, record_property):
-    record_property("bad inputs", 1)
-    monkeypatch.chdir(folder)
-    flags = ["--cards=2", "--memory=32", "--tokens_a_step=65536", *flag.split()]
-    with refused(re.escape(message)):
-        fit.main([model, *flags])
 
 
 def test_a_dying_rank_takes_all_along(folder, kind="fsdp"):
@@ -339,8 +321,7 @@ ENVIRONMENT = [
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would take the first GPU")
 @pytest.mark.parametrize("environ, message", ENVIRONMENT)
-def test_an_environment_without_a_group_is_one_line(environ, message, monkeypatch, record_property):
-    record_property("bad inputs", 1)
+def test_an_environment_without_a_group_is_one_line(environ, message, monkeypatch):
     for name in ALONE:
         monkeypatch.setenv(name, "")  # what the call sets is gone afterwards
     for name, value in environ.items():
@@ -350,8 +331,7 @@ def test_an_environment_without_a_group_is_one_line(environ, message, monkeypatc
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would take the first GPU")
-def test_a_port_in_use_is_one_line(ended, monkeypatch, capsys, record_property):
-    record_property("bad inputs", 1)
+def test_a_port_in_use_is_one_line(ended, monkeypatch, capsys):
     with socket.create_server(("127.0.0.1", 0)) as busy:
         place = ALONE | {"WORLD_SIZE": 2, "MASTER_PORT": busy.getsockname()[1]}
         for name, value in place.items():
@@ -370,8 +350,7 @@ def test_a_port_in_use_is_one_line(ended, monkeypatch, capsys, record_property):
         (["-m", "llm_demo.report", "run"], "MPLBACKEND"),
     ],
 )
-def test_an_environment_that_an_import_refuses_is_one_line(command, name, record_property):
-    record_property("bad inputs", 1)
+def test_an_environment_that_an_import_refuses_is_one_line(command, name):
     done = run([sys.executable, *command], fresh=True, **{name: "junk"})
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert done.stderr.startswith(f"error: {name} in the environment: ")

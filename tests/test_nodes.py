@@ -55,8 +55,7 @@ def test_nodes_meet(tmp_path):
         assert f"waiting for 2 nodes at {place}, up to 60 s\n" in text
 
 
-def test_a_missing_node_is_counted_and_the_address_named(tmp_path, record_property):
-    record_property("bad inputs", 3)
+def test_a_missing_node_is_counted_and_the_address_named(tmp_path):
     ((code, text),), port = nodes(tmp_path, (0, 2), seconds=2)
     (error,) = errors_of(text)
     place = f"MASTER_ADDR=127.0.0.1, MASTER_PORT={port}"
@@ -75,8 +74,7 @@ def test_a_missing_node_is_counted_and_the_address_named(tmp_path, record_proper
         ([(0, 3), (1, 3), (1, 3)], "2 nodes at .* have NODE_RANK=1 and NNODES=3"),
     ],
 )
-def test_nodes_with_other_numbers_end(who, words, tmp_path, record_property):
-    record_property("bad inputs", 1)
+def test_nodes_with_other_numbers_end(who, words, tmp_path):
     begun = time.monotonic()
     found, _ = nodes(tmp_path, *who)
     assert time.monotonic() - begun < 60
@@ -92,8 +90,7 @@ def test_nodes_with_other_numbers_end(who, words, tmp_path, record_property):
         (("KIND", "H200"), "the GPU", "CPU", "H200"),
     ],
 )
-def test_other_versions_and_gpus_end_all_nodes(other, name, here, there, tmp_path, record_property):
-    record_property("bad inputs", 1)
+def test_other_versions_and_gpus_end_all_nodes(other, name, here, there, tmp_path):
     found, _ = nodes(tmp_path, (0, 2), (1, 2, other))
     for code, text in found:
         assert code == 2, text
@@ -143,8 +140,7 @@ def test_nodes_without_a_shared_folder_are_told_before_step_1(tmp_path):
         slow("--eval_json other.jsonl", "held-out content of data file 1 is "),
     ],
 )  # fmt: skip
-def test_nodes_with_other_flags_or_other_data_all_end(difference, words, tmp_path, record_property):
-    record_property("bad inputs", 1)
+def test_nodes_with_other_flags_or_other_data_all_end(difference, words, tmp_path):
     row = '{"prompt": "Why?", "completion": "So."}\n'
     for name, times in (("data.jsonl", 9), ("held.jsonl", 3), ("other.jsonl", 4)):
         (tmp_path / name).write_text(row * times)

@@ -177,16 +177,6 @@ def test_a_line_fits_the_terminal(on_terminal, monkeypatch):
     assert "lr 2.0e-05" in lines[110] and "gnorm" not in lines[110]
 
 
-def test_a_step_is_logged_before_its_evaluation():
-    timer, records, recorded, said = a_run(3)
-    add(timer, records, 1)
-    add(timer, records, 2)
-    records.add_eval(2, 1.5, 1, 2)
-    assert [line[:20] for line in said[-2:]] == [said[-2][:20], "step 2/3 | held-out "]
-    assert said[-2].startswith("step 2/3 | loss ")
-    assert [record["step"] for record in recorded] == [1, 2, 2] and "eval/loss" in recorded[-1]
-
-
 def test_a_step_that_waited_for_the_allocator_says_so_once(monkeypatch):
     """With what to do about it. The line and the table have what the card must hold."""
     totals = iter([7, 7, 7, 10, 14, 16])  # retries so far: 7 in loading, then after each step
