@@ -14,7 +14,7 @@ from llm_demo import chat, evaluate, export, fit
 from llm_demo.core.errors import UserError
 from llm_demo.flags import args, parsing
 from llm_demo.launch import __main__ as launch
-from llm_demo.machine import dist, process
+from llm_demo.machine import dist
 from pp.flags import PipeArgs
 
 SHARED = (args.ModelArgs, args.DataArgs, args.TrainArgs, args.RunArgs)
@@ -106,18 +106,3 @@ def test_variables_of_the_launchers(name, monkeypatch):
             dist.start()  # also without the launcher
     else:
         assert name in launch.__doc__
-
-
-def test_a_program_ends_with_one_line_for_bad_input(capsys, tmp_path):
-    def ends(main):
-        with pytest.raises(SystemExit) as end:
-            process.command(main)
-        return end.value.code
-
-    def refuse():
-        raise UserError("no such thing")
-
-    assert ends(lambda: None) in (None, 0) and ends(lambda: 3) == 3
-    assert ends(refuse) == 2 and capsys.readouterr().err == "error: no such thing\n"
-    assert ends((tmp_path / ("x" * 999)).stat) == 2
-    assert capsys.readouterr().err.endswith("File name too long\n")

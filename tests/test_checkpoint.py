@@ -159,22 +159,6 @@ def test_other_data_is_refused_with_the_difference_named(tmp_path):
     assert voice.said[-1] == "resume: settings changed: lr was 0.1, is 0.2"
 
 
-def test_settings_of_another_script_are_no_change_at_their_defaults(tmp_path):
-    of_fsdp = {"freeze_router": False, "lora_dropout": 0.0, "psgd_rank": 0, "router_aux_loss": 0.0}
-    of_pp = Voice(tmp_path)
-    for name in of_fsdp:
-        del of_pp.settings[name]
-    for step, changed, said in (
-        (1, {}, ""),
-        (2, {"psgd_rank": 8}, "settings changed: psgd_rank was 8, is 0"),
-        (3, {"router_aux_loss": 0.01}, "settings changed: router_aux_loss was 0.01, is 0.0"),
-    ):
-        of_pp.said.clear()
-        save(checkpoints_of(Voice(tmp_path, **of_fsdp | changed), {}, resume=None), step)
-        checkpoints_of(of_pp, {})
-        assert "".join(of_pp.said).removeprefix("resume: ") == said
-
-
 def test_a_checkpoint_of_an_earlier_version_is_refused(tmp_path):
     checkpoints = make(tmp_path)
     del checkpoints.identity["tokens and labels"]

@@ -18,7 +18,6 @@ from llm_demo.data.packs import best_fit, describe_example, prompts_of
 from llm_demo.machine import files
 from llm_demo.run.plan import with_max_docs
 
-SHARED = Path(__file__).parents[2] / "shared"
 TEXTS = ["a" * (i % 13) + f"{i:03d}" for i in range(200)]  # documents of 4 to 16 tokens with eos
 
 

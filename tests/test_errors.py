@@ -6,13 +6,10 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import socket
-import subprocess
 import sys
 import time
 
-import psutil
 import pytest
 import torch
 from conftest import (
@@ -20,15 +17,10 @@ from conftest import (
     LAUNCHERS,
     ROOT,
     TINY,
-    environment,
-    logged,
-    processes_with,
-    python,
     refused,
     run,
     run_alone,
     script_of,
-    smaller_model,
 )
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -283,31 +275,6 @@ def test_bad_input_of_one_process(kind, flags, message, folder, monkeypatch):
     with refused(message):
         run_alone(monkeypatch, script, *defaults, *shlex.split(flags))
     nothing_is_lost(folder)
-
-
-def test_a_dying_rank_takes_all_along(folder, kind="fsdp"):
-    mark = f"{folder} {kind}"
-    env = environment(PYTHON=python(), MAX_STEPS="5000", NPROC_PER_NODE="2", A_TEST=mark)
-    env |= {"SEQ_LEN": "32", "MICRO_BATCH_SIZE": "1", "EVAL_JSON": "none", "LOG_EVERY": "1"}
-    env |= {"MODEL": smaller_model(folder / f"tiny {kind}")}
-    launcher = subprocess.Popen(
-        ["bash", LAUNCHERS[kind], "--train_json", "good.jsonl", "--output_dir", f"dies {kind}"],
-        cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    for line in launcher.stdout:
-        if line.startswith("step 3/"):
-            break
-    children = [p for p in processes_with(A_TEST=mark) if p.pid != launcher.pid]
-    ranks = {c.environ()["RANK"]: c for c in children if "RANK" in c.environ()}
-    killed = time.monotonic()
-    ranks["1"].send_signal(signal.SIGKILL)
-    _, err = launcher.communicate(timeout=20)
-    assert time.monotonic() - killed < 10
-    assert launcher.returncode == 128 + signal.SIGKILL
-    assert err.strip().splitlines()[-1].startswith("error: rank 1 died of SIGKILL")
-    assert "Traceback" not in err
-    assert not any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in children)
-    assert len(logged(folder / f"dies {kind}")) >= 3
 
 
 ENVIRONMENT = [

@@ -98,26 +98,6 @@ def test_a_pipeline_keeps_its_micro_batches(kind):
     assert "32 rows a step, not 16" in batch_of(kind, 16)[2] and not batch_of(kind, 8)[2]
 
 
-@pytest.mark.parametrize("kind, processes, flags, environ, batch", [
-    # ranks that share rows count once
-    ("fsdp", 4, ["--tensor_parallel", "2"], {}, (4, 2)),
-    ("fsdp", 2, ["--sequence_parallel", "2"], {}, (4, 4)),
-    ("fsdp_pp", 4, ["--tensor_parallel", "2"], {}, (4, 4)),
-    ("fsdp_pp", 1, ["--stages", "1"], {}, (4, 4)),
-    ("pp", 4, [], {"STAGES": "4"}, (4, 4)),
-    ("pp", 4, ["--schedule", "dualpipev"], {}, (2, 4)),
-    # a batch that is asked for, and other data or another model, keep theirs
-    ("fsdp", 1, [], {"GRAD_ACCUM_STEPS": "1"}, (4, 1)),
-    ("fsdp", 1, ["--micro_batch_size", "2"], {}, (2, 2)),
-    ("fsdp", 1, [], {"MICRO_BATCH_SIZE": ""}, (1, 2)),
-    ("fsdp", 1, [], {"TRAIN_JSON": "my.jsonl"}, (4, 2)),
-    ("fsdp", 1, ["--model_name_or_path", "my"], {}, (4, 2)),
-    ("fsdp", 1, [], {"MAX_STEPS": "5"}, (4, 4)),
-])  # fmt: skip
-def test_other_batches(kind, processes, flags, environ, batch):
-    assert batch_of(kind, processes, *flags, **environ) == (*batch, "")
-
-
 def test_the_debuggers_entry_has_the_batch_of_one_process():
     for flags, accum in (((), "4"), (("--train_json", "my.jsonl"), "2")):
         ours = from_script(*flags)

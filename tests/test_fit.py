@@ -23,6 +23,7 @@ from llm_demo.model.costs import sizes_of
 from llm_demo.model.source import find_model
 
 SMALL, LARGE = "models/qwen3-0.6b", "models/qwen3-8b"
+MIXTURE = "models/qwen3-30b-a3b"
 
 
 def asked(model, cards, gb, tokens=65_536, more=""):

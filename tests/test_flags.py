@@ -8,7 +8,6 @@ import os
 import re
 import resource
 import runpy
-import shutil
 import subprocess
 import sys
 
@@ -20,7 +19,7 @@ from llm_demo.check import __main__ as check
 from llm_demo.core.errors import UserError
 from llm_demo.flags import args, parsing, rules
 from llm_demo.flags.parsing import env_of, groups_of
-from llm_demo.launch.settings import FIRST_RUN, without_effect
+from llm_demo.launch.settings import without_effect
 from llm_demo.run.inputs import look
 
 GROUPS = {kind: groups_of(ROOT / kind) for kind in ("fsdp", "pp", "zero", "fsdp_pp")}
@@ -75,25 +74,6 @@ def test_a_variable_sets_the_flag_of_its_name(kind, tmp_path):
     given = printed_flags(done.stdout)
     assert given == {flag: f"of {name}" for name, flag in names.items()}
     assert given["model_name_or_path"] == "of MODEL" and "local_rank" not in given
-
-
-@pytest.mark.parametrize("kind", ["fsdp", "pp"])
-def test_a_launcher_takes_any_setting(kind, tmp_path):
-    for name in ("launch_common.sh", LAUNCHERS[kind]):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
-    for name in ("llm_demo", f"{kind}/flags.py"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    launcher = tmp_path / LAUNCHERS[kind]
-    launcher.write_text(
-        launcher.read_text().replace("\nLR=${LR-}\n", "\nLR=1e-4\nSEED=${SEED-7}\nWHERE='a b'\n")
-    )
-    python = no_ranks(tmp_path)
-    given = printed_flags(start(launcher, python=python).stdout)
-    assert (given["lr"], given["seed"]) == ("1e-4", "7") and "where" not in given
-    assert given.keys() >= {name.lower() for name in FIRST_RUN}
-    given = printed_flags(start(launcher, python=python, SEED="8", DTYPE="").stdout)
-    assert given["seed"] == "8" and "dtype" not in given
 
 
 # ---------------------------------------------------------------- refused as they are parsed

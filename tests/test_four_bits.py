@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from llm_demo.core.errors import UserError
 from llm_demo.machine import probes
-from llm_demo.model.four_bits_base import cached_base, find_or_build, note_values
+from llm_demo.model.four_bits_base import cached_base, note_values
 from llm_demo.model.model_folder import load_model, open_model
 from llm_demo.model.weights_files import open_weights
 from llm_demo.options import four_bits
@@ -237,24 +236,6 @@ def test_no_kernel_is_downloaded():
     code += "assert sys.modules['kernels'] is trap"
     done = run([sys.executable, "-c", code], fresh=True)
     assert done.returncode == 0 and done.stdout == done.stderr == ""
-
-
-def test_a_damaged_base_in_the_cache_is_made_again(tmp_path):
-    folder, said = tmp_path / "nf4-x", []
-
-    def make(built):
-        Path(built, "a").write_text("right")
-
-    find_or_build(folder, make, said.append)
-    assert {f.stat().st_mode & 0o777 for f in folder.iterdir()} == {0o644}  # others may read it
-    (folder / "a").write_text("wrong")
-    find_or_build(folder, make, said.append)
-    assert (folder / "a").read_text() == "right"
-    assert len(said) == 1 and "damaged (a: wrong checksum); rebuilding it" in said[0]
-    assert find_or_build(folder, None, said.append).keys() == {"a"}
-    (folder / "crc32.json").write_text("[]")
-    find_or_build(folder, make, said.append)
-    assert "crc32.json is not a list of checksums" in said[1]
 
 
 # ---------------------------------------------------------------- files from elsewhere

@@ -22,8 +22,6 @@ from llm_demo.data.turns import Record
 from llm_demo.flags.parsing import NOT_VARIABLES, template_variables
 from llm_demo.model.source import set_variables
 
-SHARED = Path(__file__).parents[2] / "shared"
-
 # Like Qwen3: only reasoning after the last question is kept, the last answer gets a block.
 QWEN3 = (
     "{% set ns = namespace(last=0) %}"

@@ -7,11 +7,7 @@ import torch
 from conftest import ROOT
 from test_lora import lora_of
 
-from llm_demo.model.costs import (
-    experts_of,
-    flops_of_slot,
-    sizes_of,
-)
+from llm_demo.model.costs import flops_of_slot, sizes_of
 from llm_demo.model.families import experts_of
 from llm_demo.model.source import load_config
 from llm_demo.run.choices import Compute

@@ -116,18 +116,6 @@ def test_rows_of_another_run_are_refused(tmp_path):
         store.file_of(name).unlink()
 
 
-def test_each_kind_is_tried_once_with_equal_tokens():
-    """The fastest of each by the formula; on one card each micro-batch size is a kind."""
-    ask = fit.argparse.Namespace(cards=2, tokens_a_step=256)
-    large = choice(seconds=0.9, micro_batch_size=4)
-    reshard = choice(seconds=0.8, reshard_after_forward=True)
-    unequal = choice(engine="pp", seconds=0.1, tokens=320)
-    fitting = [choice(), large, reshard, unequal]
-    assert measured.likeliest(fitting, ask) == [reshard, large]
-    ask.cards = 1
-    assert measured.likeliest(fitting, ask) == [reshard, large, choice()]
-
-
 def test_what_overlaps_is_equal_and_the_simplest_is_recommended():
     pipeline, plain = choice("fsdp_pp", stages=2), choice(reshard_after_forward=True)
     rough = choice(psgd_rank=32, settings={"psgd_rank": 32})

@@ -137,9 +137,6 @@ def test_host_memory_and_attention_kept_are_as_measured():
 
 # ---------------------------------------------------------------- terms, by hand
 
-EIGHT = load_config(ROOT / "models/qwen3-8b", 1024)
-SIZES = sizes_of(EIGHT)
-END = 151_936 * 4096
 FULL = SimpleNamespace(
     seq_len=1024, longest=1024, documents=SimpleNamespace(lengths=np.array([1024]))
 )
@@ -173,12 +170,6 @@ def test_settings_that_were_not_measured(model, gib, given):
     settings = Settings(**{"engine": "fsdp", "seq_len": 4096, **given})
     sizes = sizes_of(load_config(ROOT / "models" / model, 4096))
     assert memory.fullest(sizes, settings).total == pytest.approx(gib, rel=0.06)
-
-
-SMALL = dict(
-    vocab_size=512, hidden_size=256, intermediate_size=512, num_attention_heads=4,
-    num_key_value_heads=2, num_hidden_layers=2,
-)  # fmt: skip
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "v"])
