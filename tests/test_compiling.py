@@ -6,13 +6,15 @@ import functools
 import pytest
 import torch
 from conftest import ROOT
-from test_attention import CPU, H100, MI100, V100
+from test_attention import CPU, H100, MI100, V100, pick, works
 from torch._dynamo.backends.debugging import aot_eager
 
 from llm_demo.core import decoder, optim
 from llm_demo.core.attention import make_documents
 from llm_demo.core.decoder import Blocks, materialise, skeleton
 from llm_demo.core.rows import position_ids
+from llm_demo.machine.cards import CARDS
+from llm_demo.machine.device import DTYPES, pick_dtype
 from llm_demo.machine.probes import compile_errors
 from llm_demo.model.source import load_config
 from llm_demo.run.choices import choose_compile, fused_kernels
@@ -74,6 +76,21 @@ def test_the_probe_compares_block_and_loss_with_plain_ones(impl):
     for what in ("loss", "block"):
         with compiler(miscompiles(what)):
             assert compare(torch.float32) > 1e-2, what
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_the_table_of_cards(card):
+    """Of docs/attention.md."""
+    device = CARDS[card]
+    dtype, _ = pick_dtype("auto", device)
+    ways = {}, {"longest": 4096}, {"single": True}
+    several, long, one = (pick(device, dtype, **how)[0] for how in ways)
+    packed = f"`{several}`" + f", long documents `{long}`" * (long != several)
+    name = next(name for name, each in DTYPES.items() if each == dtype)
+    compiled, _ = choose_compile(None, device, several, probe=works)
+    assert choose_compile(None, device, one, probe=works)[0] == compiled
+    row = f"| `{card}` | {name} | {packed} | `{one}` | {'yes' if compiled else 'no'} |"
+    assert row in (ROOT / "docs/attention.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,20 @@ def test_deepspeeds_gathers_and_reductions_are_timed(alone, monkeypatch):
 FLAGS = SimpleNamespace(micro_batch_size=3, grad_accum_steps=5, max_grad_norm=0.7)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_engine_config(dtype):
+    switches = ds_engine.pipeline_switches(str(ROOT / "pp/ds_pp_2gpus.json"))
+    config = ds_engine.pipeline_config(switches, FLAGS, dtype)
+    assert config["zero_optimization"]["stage"] == 1
+    assert config["train_micro_batch_size_per_gpu"] == 3
+    assert config["gradient_accumulation_steps"] == 5
+    assert config["gradient_clipping"] == 0.7
+    assert config["communication_data_type"] == "fp32"
+    sums = None if dtype == torch.float32 else {"grad_accum_dtype": "fp32"}
+    assert config.get("data_types") == sums
+    assert ("bf16" in config, "fp16" in config) == (dtype == torch.bfloat16, dtype == torch.float16)
+
+
 def test_switches_are_as_deepspeed_reads_them(tmp_path):
     given = {"stage": 2.0, "reduce_bucket_size": "1000", "overlap_comm": "no"}
     given["offload_optimizer"] = {"device": "cpu", "pin_memory": "yes"}

@@ -213,6 +213,13 @@ def test_parts_of_the_experts_add_up(chosen, name, backend, lora):
     close(together, whole, bound)
 
 
+def test_the_same_bits_each_time():
+    _, ours, _ = experts_of("qwen", "looped", torch.bfloat16)
+    x = torch.randn(2, 50, D).bfloat16()
+    for a, b in zip(results(ours, x), results(ours, x), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_the_router_is_in_fp32():
     _, ours, _ = experts_of("qwen", "looped", torch.bfloat16)
     seen = []
