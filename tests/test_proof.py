@@ -84,6 +84,7 @@ CONFIGS = {
 MODELS = {
     name: getattr(transformers, name)(tie_word_embeddings=False, **IDS | sizes)
     for name, sizes in CONFIGS.items()
+    if hasattr(transformers, name)  # earlier versions know fewer
 }
 DENSE = [name for name, config in MODELS.items() if not is_mixture(config)]
 
