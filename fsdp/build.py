@@ -26,10 +26,15 @@ from llm_demo.flags.args import Args
 from llm_demo.machine.device import DTYPES
 from llm_demo.machine.dist import once_per_node
 from llm_demo.machine.text import counted
-from llm_demo.model.costs import param_count, unit_sizes
-from llm_demo.model.model_folder import Source
+from llm_demo.model.costs import unit_sizes
 from llm_demo.model.weights_files import loading
-from llm_demo.run.choices import Compute, compiles_adamw, decoder_of, fused_kernels, give_fp8
+from llm_demo.run.choices import (
+    Compute,
+    adapted,
+    compiles_adamw,
+    fused_kernels,
+    sizes_in_words,
+)
 from llm_demo.run.log import Log
 from llm_demo.run.plan import Plan
 from llm_demo.run.saver import Saver
@@ -109,29 +114,6 @@ def build(
     n_local = sum(p.numel() for p in optimized.params)
     log_sizes(log, layout, world, n_params, n_trained if compute.lora else None, n_local)
     return model, optimized, compiled
-
-
-def adapted(
-    args: Args, source: Source, compute: Compute, world: World, saver: Saver, log: Log
-) -> tuple[PreTrainedModel, int, int]:
-    """(the decoder on the meta device with its adapters if any, its parameters without them, those
-    that are trained)."""
-    lm = decoder_of(source.config, source.weights, compute)
-    n_params = n_trained = param_count(lm)
-    for line in give_fp8(lm, compute, args.tensor_parallel):
-        log.say(line)
-    if args.base_bits == 4:
-        from llm_demo.model.four_bits_base import give_four_bits
-
-        give_four_bits(lm, source, compute, args.seed, world, saver, say=log.say)
-    if compute.lora:
-        from llm_demo.options.lora import apply_lora
-
-        apply_lora(lm, compute.lora, compute.dtype)
-        # of dropout; other random numbers have seeds of their own
-        torch.manual_seed(args.seed + world.rank)
-        n_trained = compute.lora.parameters
-    return lm, n_params, n_trained
 
 
 def spread_blocks(lm: PreTrainedModel, world: World, layout: Layout) -> ProcessGroup | None:
@@ -248,12 +230,8 @@ def tune(
 def log_sizes(
     log: Log, layout: Layout, world: World, n_params: int, n_adapters: int | None, n_local: int
 ) -> None:
-    """Log the kind of parallelism and the numbers of parameters. n_adapters: of adapters if those
-    are trained; n_local: trained by this rank."""
-    sizes = f"{n_params:,} parameters, {n_local:,} here"
-    if n_adapters is not None:
-        sizes = f"{n_params:,} frozen parameters, {n_adapters:,} trained in adapters, {n_local:,} "
-        sizes += "of them here"
+    """Log the kind of parallelism and the numbers of parameters, as of sizes_in_words."""
+    sizes = sizes_in_words(n_params, n_adapters, n_local)
     name = "one plain process"
     if layout.sharded:
         processes = counted(world.size, "process", "processes")

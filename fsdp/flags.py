@@ -1,4 +1,5 @@
-"""Flags of train_fsdp.py beyond those in llm_demo/flags/args.py. Imports nothing heavy."""
+"""Flags of train_fsdp.py beyond those in llm_demo/flags/args.py, and those of adapters. Imports
+nothing heavy."""
 
 import dataclasses
 
@@ -44,6 +45,37 @@ class FsdpArgs:
         at_least=1,
         saves_memory="2, for long rows on several processes",
     )
+    router_bias_update: float = flag(
+        0.0, "How far DeepSeek's bias of experts follows load. 0: it stays.", tags="resume"
+    )
+    router_aux_loss: float = flag(
+        0.0, "Weight of a loss that evens out experts' load.", tags="resume"
+    )
+    copy_engines: bool | None = flag(
+        None,
+        "In 16 bits, gather blocks and exchange gradients by copy engines, not by NCCL's kernels. "
+        "Default: for large blocks over NVLink.",
+    )
+
+    def check_processes(self, processes: int) -> None:
+        if self.fsdp is False and processes > 1:
+            raise UserError(f"--no_fsdp needs one process, not {processes}: set NPROC_PER_NODE=1")
+        for name in OVER_RANKS:
+            parts = getattr(self, name) or 1
+            if parts != "all" and processes % int(parts):
+                raise UserError(f"--{name} {parts} does not divide {processes}, the processes")
+
+    @staticmethod
+    def check(args) -> None:
+        if args.copy_engines and args.dtype == "fp32":
+            raise UserError("--copy_engines requires --dtype bf16 or fp16")
+        check_divides_rows(args, "sequence_parallel")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraArgs:
+    """Adapters"""
+
     lora_rank: int | None = flag(
         None,
         "Rank of adapters (LoRA) over a frozen model. Default: --adapter's, or 0: none.",
@@ -80,17 +112,6 @@ class FsdpArgs:
         form=("4|16", "4 or 16"),
         saves_memory="4, unless the model has experts",
     )
-    router_bias_update: float = flag(
-        0.0, "How far DeepSeek's bias of experts follows load. 0: it stays.", tags="resume"
-    )
-    router_aux_loss: float = flag(
-        0.0, "Weight of a loss that evens out experts' load.", tags="resume"
-    )
-    copy_engines: bool | None = flag(
-        None,
-        "In 16 bits, gather blocks and exchange gradients by copy engines, not by NCCL's kernels. "
-        "Default: for large blocks over NVLink.",
-    )
 
     @staticmethod
     def fill(values: dict) -> None:
@@ -104,20 +125,6 @@ class FsdpArgs:
         if values["lora_rank"] and values["lora_alpha"] is None:
             values["lora_alpha"] = 32.0
 
-    def check_processes(self, processes: int) -> None:
-        if self.fsdp is False and processes > 1:
-            raise UserError(f"--no_fsdp needs one process, not {processes}: set NPROC_PER_NODE=1")
-        for name in OVER_RANKS:
-            parts = getattr(self, name) or 1
-            if parts != "all" and processes % int(parts):
-                raise UserError(f"--{name} {parts} does not divide {processes}, the processes")
-
-    @staticmethod
-    def check(args) -> None:
-        if args.copy_engines and args.dtype == "fp32":
-            raise UserError("--copy_engines requires --dtype bf16 or fp16")
-        check_divides_rows(args, "sequence_parallel")
-
 
 def sums_each(args) -> bool:
     """Whether gradients are summed over ranks after each micro-batch, not once per step: a rank
@@ -125,4 +132,4 @@ def sums_each(args) -> bool:
     return args.optimizer_on_host or args.reshard_after_forward and args.replicas == "1"
 
 
-GROUPS = (FsdpArgs, LowBitArgs, SpreadArgs, ExpertArgs)
+GROUPS = (FsdpArgs, LoraArgs, LowBitArgs, SpreadArgs, ExpertArgs)

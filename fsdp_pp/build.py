@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
+from fsdp.pieces import use_pieces
 from fsdp.sharding import Shards, precision, shard_units, sum_not_average
 from fsdp_pp.orders import stages_of
 from llm_demo.core.decoder import (
@@ -20,17 +21,21 @@ from llm_demo.core.decoder import (
     kept_in_fp32,
     make_units,
 )
+from llm_demo.core.errors import UserError
 from llm_demo.core.experts import keep_part
 from llm_demo.core.masters import Masters
 from llm_demo.core.mesh import SHARD, SPLIT, STAGE, World, make_mesh, make_part_mesh
 from llm_demo.core.rows import Slice
 from llm_demo.flags.args import Args
 from llm_demo.machine.dist import timeout
-from llm_demo.model.costs import param_count, unit_sizes
+from llm_demo.model.adapters import matrices_in
+from llm_demo.model.costs import unit_sizes
 from llm_demo.model.weights_files import Weights, loading
-from llm_demo.run.choices import Compute, compiles_adamw, decoder_of, give_fp8
+from llm_demo.options.lora import target_of
+from llm_demo.run.choices import Compute, adapted, compiles_adamw, sizes_in_words
 from llm_demo.run.log import Log
 from llm_demo.run.plan import Plan
+from llm_demo.run.saver import Saver
 
 
 class StageLayout(NamedTuple):
@@ -76,25 +81,47 @@ def stage_layout(args: Args, world: World) -> StageLayout:
     )
 
 
+def refuse_bare_stages(args: Args, plan: Plan, where: list[int], counts: list[int]) -> None:
+    """Raise UserError if a stage has no matrix with an adapter, and so nothing to train. where: the
+    stage of each piece. counts: blocks of each piece."""
+    adapted_blocks = set()
+    for name in matrices_in(plan.source.config):
+        if target_of(name) in plan.compute.lora.targets:
+            adapted_blocks.add(int(name.split(".")[2]))  # of model.layers.N
+    bare, first_block = {*where}, 0
+    for stage, count in zip(where, counts, strict=True):
+        if adapted_blocks & {*range(first_block, first_block + count)}:
+            bare.discard(stage)
+        first_block += count
+    if bare:
+        raise UserError(
+            f"--lora_targets {args.lora_targets[:80]}: stage {min(bare)} has no such layer, so "
+            "nothing to train: choose more layers, fewer --stages, or another --partition"
+        )
+
+
 def build_pieces(
-    args: Args, plan: Plan, layout: StageLayout, counts: list[int], world: World, log: Log
+    args: Args,
+    plan: Plan,
+    layout: StageLayout,
+    counts: list[int],
+    world: World,
+    saver: Saver,
+    log: Log,
 ) -> tuple["Pieces", Shards | Masters, bool]:
     """Build the pieces of this rank's stage, and nothing else: (they, what is optimized, whether
     AdamW is compiled). counts: blocks of each piece of the model."""
-    config, weights, compute = plan.source.config, plan.source.weights, plan.compute
+    weights, compute = plan.source.weights, plan.compute
     sharded, in_16_bits = layout.n_shards > 1, compute.dtype != torch.float32
     has_masters = in_16_bits and not sharded
-    lm = decoder_of(config, weights, compute)
-    n_params = param_count(lm)
-    for line in give_fp8(lm, compute, args.tensor_parallel):
-        log.say(line)
+    lm, n_params, n_trained = adapted(args, plan.source, compute, world, saver, log)
     if layout.experts:
         keep_part(lm, blocks_with_experts(lm), layout.experts)
     if layout.shares:
         from llm_demo.options.tensor import keep_share
 
         keep_share(lm, layout.shares)
-    compiled = log.decided(compiles_adamw(compute.compile, n_params, world.size, has_masters))
+    compiled = log.decided(compiles_adamw(compute.compile, n_trained, world.size, has_masters))
     with loading(weights, world.size):
         pieces = Pieces(lm, args, compute, counts, layout)
         if sharded:
@@ -126,7 +153,8 @@ def build_pieces(
         else:
             optimized = Shards(pieces)
     n_local = sum(p.numel() for p in optimized.params)
-    log.say(f"{log.settings['parallelism']}: {n_params:,} parameters, {n_local:,} here")
+    sizes = sizes_in_words(n_params, n_trained if compute.lora else None, n_local)
+    log.say(f"{log.settings['parallelism']}: {sizes}")
     return pieces, optimized, compiled
 
 
@@ -146,7 +174,8 @@ class Pieces(nn.ModuleDict):
         super().__init__()
         self.lm, self.names = (lm,), []  # a tuple hides the whole model from nn.Module
         if lm.config.tie_word_embeddings:  # two parameters, each in a unit of its own: see TiedEnds
-            lm.lm_head.weight = nn.Parameter(lm.lm_head.weight.detach())
+            weight = lm.lm_head.weight
+            lm.lm_head.weight = nn.Parameter(weight.detach(), requires_grad=weight.requires_grad)
         last, first_block = len(counts) - 1, 0
         for number, count in enumerate(counts):
             if layout.where[number] == layout.stage:
@@ -156,6 +185,9 @@ class Pieces(nn.ModuleDict):
                     checkpointing=args.use_activation_checkpointing,
                     budget=args.activation_memory_budget if compute.compile else None,
                 )
+                if compute.lora:
+                    for unit in units:
+                        use_pieces(unit)
                 self[str(number)] = DecoderLoss(
                     lm, units, compute.compile, first=number == 0, last=number == last
                 )
@@ -200,9 +232,9 @@ class Pieces(nn.ModuleDict):
             embedding.weight = weight
 
     def tied(self) -> tuple[nn.Parameter | None, nn.Parameter | None]:
-        """The embedding's weight and the head's copy of it, if they are here and tied."""
+        """The embedding's weight and the head's copy of it, if they are here, tied and trained."""
         lm = self.lm[0]
-        if not lm.config.tie_word_embeddings:
+        if not (lm.config.tie_word_embeddings and lm.lm_head.weight.requires_grad):
             return None, None
         embedding, head = "model.embed_tokens" in self.names, "lm_head" in self.names
         return (

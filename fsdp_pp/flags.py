@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from fsdp.flags import LoraArgs
 from llm_demo.core.errors import UserError
 from llm_demo.flags.args import ExpertArgs, LowBitArgs, SpreadArgs, StageArgs
 from llm_demo.flags.parsing import flag
@@ -49,4 +50,4 @@ class FsdpPipeArgs(StageArgs):
             raise UserError(f"--schedule {args.schedule} needs --stages of at least 2")
 
 
-GROUPS = (FsdpPipeArgs, LowBitArgs, SpreadArgs, ExpertArgs)
+GROUPS = (FsdpPipeArgs, LoraArgs, LowBitArgs, SpreadArgs, ExpertArgs)

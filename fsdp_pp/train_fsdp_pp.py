@@ -32,7 +32,14 @@ from fsdp.sharding import (
     training_state,
 )
 from fsdp_pp import orders
-from fsdp_pp.build import StageLayout, TiedEnds, build_pieces, stage_layout, tied_group
+from fsdp_pp.build import (
+    StageLayout,
+    TiedEnds,
+    build_pieces,
+    refuse_bare_stages,
+    stage_layout,
+    tied_group,
+)
 from fsdp_pp.transfers import Links, receive_early
 from llm_demo.core.decoder import inputs_of
 from llm_demo.core.loop import heldout_batches
@@ -72,6 +79,8 @@ def main() -> None:
         refuse_shares(config, args.tensor_parallel)
 
     counts = plan_and_cut(job, layout.data_parallel, layout.where, refuse)
+    if job.plan.compute.lora:
+        refuse_bare_stages(args, job.plan, layout.where, counts)
     refuse_slices(args, job.plan.data.train.seq_len, args.tensor_parallel)
     if args.copy_engines and args.stages == 1:
         job.log.say("warning: --copy_engines has no effect: one stage sends nothing")
@@ -116,7 +125,7 @@ class ShardedPipeline:
         )
         self.links = self.connect(job)
         self.pieces, self.optimized, compiled = build_pieces(
-            args, plan, layout, counts, world, job.log
+            args, plan, layout, counts, world, saver, job.log
         )
         # Masters add each backward's gradients; Shards wait for FSDP2's sums
         self.has_masters = isinstance(self.optimized, Masters)
@@ -130,7 +139,7 @@ class ShardedPipeline:
         self.optimized.follow(self.optimizer)
         self.loss_scale = LossScale(plan.compute.dtype, world.device)
         group = None
-        if plan.source.config.tie_word_embeddings:
+        if plan.source.config.tie_word_embeddings and not plan.compute.lora:
             first, last = (layout.ranks[layout.where[i]].tolist() for i in (0, -1))
             group = tied_group(first, last, layout.shard)
         embedding, head = self.pieces.tied()
@@ -180,7 +189,8 @@ class ShardedPipeline:
             if layout.n_shards > 1:
                 piece = self.pieces[str(number)]
                 set_sync(piece, args.reshard_after_forward, last=last, every=False)
-            y.backward(grad)
+            if y.requires_grad:  # not of a first piece in which nothing is trained
+                y.backward(grad)
             if self.has_masters:
                 optimized.take_grads(last)
 
@@ -232,7 +242,9 @@ class ShardedPipeline:
 
     def tensors_of(self, views: Callable) -> dict[str, torch.Tensor]:
         """See training_state. views: of TiedEnds."""
-        shards, fixed = self.layout.grid[SHARD], not_optimized(self.pieces)
+        # a frozen base is not in checkpoints
+        fixed = () if self.plan.compute.lora else not_optimized(self.pieces)
+        shards = self.layout.grid[SHARD]
         return training_state(views, self.optimizer, shards, low_rank=None, fixed=fixed)
 
     def work_of(self, order: Callable, micro_batches: int) -> list[tuple]:

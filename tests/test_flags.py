@@ -117,7 +117,11 @@ REFUSED = [
     ("fsdp_pp", "--schedule v --stages 1", "--schedule v needs --stages of at least 2"),
     ("pp", "--optim_state bf16", "--optim_state: only for fsdp/ and fsdp_pp/"),
     ("zero", "--fp8", "--fp8: only for fsdp/ and fsdp_pp/"),
-    ("zero", "--lora-rank=16", "--lora_rank=16: only for fsdp/"),
+    ("zero", "--lora-rank=16", "--lora_rank=16: only for fsdp/ and fsdp_pp/"),
+    ("pp", "--lora_rank 16", "--lora_rank: only for fsdp/ and fsdp_pp/"),
+    ("pp", "--adapter x", "--adapter: only for fsdp/ and fsdp_pp/"),
+    ("fsdp_pp", "--base_bits 4", "--base_bits needs --lora_rank: that or --adapter makes adapters"),
+    ("fsdp_pp", "--lora_rank 4 --base_bits 4 --fp8", "--base_bits does not work with --fp8"),
     ("pp", "--freeze_router", "--freeze_router: only for fsdp/ and fsdp_pp/"),
     ("fsdp", "--stages=2", "--stages=2: only for fsdp_pp/ and pp/"),
     ("fsdp_pp", "--deepspeed_config x.json", "--deepspeed_config: only for pp/ and zero/"),
@@ -398,7 +402,7 @@ def test_a_misspelt_variable_and_flags_of_other_trainers(tmp_path):
     elsewhere = "{} has no effect here: only for {}".format
     assert without_effect(script, environ) == [elsewhere("STAGES", "fsdp_pp/ and pp/")]
     assert {*without_effect(ROOT / "pp/pp_train.py", environ)} == {
-        elsewhere("LORA_RANK", "fsdp/"),
+        elsewhere("LORA_RANK", "fsdp/ and fsdp_pp/"),
         elsewhere("REPLICAS", "fsdp/"),
     }
     done = start(ROOT / LAUNCHERS["fsdp"], "--learning_rate", "1", MAX_STEP="3")

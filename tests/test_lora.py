@@ -29,14 +29,28 @@ RANK, ALPHA = 6, 32  # a rank that no number of processes divides
 TARGETS = {"tied": "all-linear", "untied": "q_proj,down_proj", "llama": "all-linear"}
 PACKED = {"tied": True, "untied": True, "llama": False}
 EXPERTS = 8  # of a model with experts
-ENGINES = {  # (processes, further flags, (micro, accumulation) for each model)
-    "plain": (1, ["--no_fsdp"], [(8, 1), (4, 2), (2, 4)]),
-    "two": (2, [], [(1, 4), (4, 1), (2, 2)]),
-    "two_shares": (2, ["--tensor_parallel", "2"], [(2, 4), (8, 1), (4, 2)]),
-    "two_reshard": (2, ["--reshard_after_forward"], [(4, 1), (2, 2), (1, 4)]),
-    "four": (4, ["--reshard_after_forward"], [(1, 2), (2, 1), (2, 1)]),
-    "replicas": (4, ["--replicas", "2"], [(2, 1), (1, 2), (1, 2)]),
+RESHARD = ["--reshard_after_forward"]
+ENGINES = {  # (script, processes, further flags, (micro, accumulation) for each model)
+    "plain": ("fsdp", 1, ["--no_fsdp"], [(8, 1), (4, 2), (2, 4)]),
+    "two": ("fsdp", 2, [], [(1, 4), (4, 1), (2, 2)]),
+    "two_shares": ("fsdp", 2, ["--tensor_parallel", "2"], [(2, 4), (8, 1), (4, 2)]),
+    "two_reshard": ("fsdp", 2, RESHARD, [(4, 1), (2, 2), (1, 4)]),
+    "four": ("fsdp", 4, RESHARD, [(1, 2), (2, 1), (2, 1)]),
+    "replicas": ("fsdp", 4, ["--replicas", "2"], [(2, 1), (1, 2), (1, 2)]),
+    "stages": ("fsdp_pp", 2, ["--blocks_per_unit", "1"], [(2, 4), (4, 2), (1, 8)]),
+    "v": ("fsdp_pp", 2, ["--schedule", "v"], [(1, 8), (2, 4), (4, 2)]),
+    "gpipe": ("fsdp_pp", 2, ["--schedule", "gpipe"], [(4, 2), (1, 8), (2, 4)]),
+    "interleaved": ("fsdp_pp", 2, ["--schedule", "interleaved"], [(2, 4), (4, 2), (1, 8)]),
+    "grid": ("fsdp_pp", 4, [], [(1, 4), (2, 2), (4, 1)]),
+    "grid_v": ("fsdp_pp", 4, ["--schedule", "v", *RESHARD], [(2, 2), (1, 4), (1, 4)]),
+    "grid_gpipe": ("fsdp_pp", 4, ["--schedule", "gpipe"], [(2, 2), (1, 4), (2, 2)]),
+    "grid_twice": ("fsdp_pp", 4, ["--schedule", "interleaved"], [(1, 4), (2, 2), (2, 2)]),
+    "grid_shares": ("fsdp_pp", 4, ["--tensor_parallel", "2"], [(2, 4), (4, 2), (8, 1)]),
 }
+RECOMPUTED = (
+    "plain-tied two-untied two_reshard-tied four-llama stages-tied v-untied gpipe-llama grid-tied "
+    "grid_v-untied"
+).split()
 
 
 def ours(name: str) -> str:
@@ -137,28 +151,30 @@ def flags(name):
     ]  # fmt: skip
 
 
-QUICK = ("plain", "two")
+QUICK = ("plain", "two", "stages", "v")
+LAUNCHES = ("fsdp", 1), ("fsdp", 2), ("fsdp", 4), ("fsdp_pp", 2), ("fsdp_pp", 4)
 
 
-@pytest.mark.parametrize("processes, quick", [(1, True), (2, True), slow(2, False), slow(4, False)])
-def test_equals_peft(processes, quick, work):
+@pytest.mark.parametrize("kind, processes, quick", [
+    *((*launch, True) for launch in LAUNCHES if launch[1] < 4),
+    *(slow(*launch, False) for launch in LAUNCHES if launch[1] > 1),
+])  # fmt: skip
+def test_equals_peft(kind, processes, quick, work):
     folder, expected = work
     cases = {}
-    for engine, (n, more, splits) in ENGINES.items():
-        if n != processes or quick != (engine in QUICK):
+    for engine, (script, n, more, splits) in ENGINES.items():
+        if (script, n) != (kind, processes) or quick != (engine in QUICK):
             continue
         for name, (micro, accum) in zip(parity.MODELS, splits, strict=True):
-            recomputed = (engine, name) in (
-                ("plain", "tied"), ("two", "untied"), ("two_reshard", "tied"), ("four", "llama")
-            )  # fmt: skip
             case = f"{engine}-{name}"
-            also = [*more, *flags(name), "--use_activation_checkpointing", str(recomputed)]
+            recomputed = str(case in RECOMPUTED)
+            also = [*more, *flags(name), "--use_activation_checkpointing", recomputed]
             cases[case] = parity.argv(folder, name, micro, accum, *also)
         for dtype in parity.BOUNDS if processes < 4 else ():
             case, (micro, accum) = f"{engine}-{dtype}", splits[0]
             also = [*more, *flags("tied"), "--dtype", dtype]
             cases[case] = parity.argv(folder, "tied", micro, accum, *also)
-    for case, (losses, ranks) in train(folder, "fsdp", processes, cases).items():
+    for case, (losses, ranks) in train(folder, kind, processes, cases).items():
         _, name = case.split("-")
         if name in expected:
             assert_equal(losses, ranks, expected[name])
@@ -168,7 +184,8 @@ def test_equals_peft(processes, quick, work):
         for rank in ranks:
             norms = [step["norm"] for step in rank["steps"]]
             assert norms == pytest.approx(expected["tied"]["norm"], rel=loose)
-            assert rank["params"].keys() == expected["tied"]["params"].keys()
+        names = {name for rank in ranks for name in rank["params"]}
+        assert names == expected["tied"]["params"].keys()
 
 
 # ---------------------------------------------------------------- checkpoints and exports
@@ -339,7 +356,7 @@ def test_a_resumed_run_that_does_not_go_on_with_them_is_refused(run_folder, work
     more = "--resume", run_folder, "--lora_rank", "0"
     flags = run_flags(work[0], "tied", tmp_path / "run", *map(str, more))
     done = run([sys.executable, ROOT / "fsdp/train_fsdp.py", *flags])
-    said = "holds adapters: resume with fsdp/train_fsdp.py and"
+    said = "holds adapters: resume with fsdp/train_fsdp.py or fsdp_pp/train_fsdp_pp.py and"
     assert done.returncode == 2 and said in done.stderr.splitlines()[-1]
     assert not (tmp_path / "run").exists()
     same = json.loads((at(run_folder, 4) / "trainer.json").read_text())["adapters"]

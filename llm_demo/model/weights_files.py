@@ -410,8 +410,8 @@ def refuse_other_adapters(path: Path, before: dict | None, now: dict | None) -> 
     the checkpoint, now: of the run; both are what `Lora.facts` returns."""
     if before and not now:
         raise UserError(
-            f"{path} holds adapters: resume with fsdp/train_fsdp.py and --lora_rank "
-            f"{before['rank']}, or export it with --merge and train that"
+            f"{path} holds adapters: resume with fsdp/train_fsdp.py or fsdp_pp/train_fsdp_pp.py "
+            f"and --lora_rank {before['rank']}, or export it with --merge and train that"
         )
     if now and not before:
         raise UserError(

@@ -24,6 +24,7 @@ from llm_demo.machine.text import layer_kinds
 from llm_demo.model.costs import (
     heads_of,
     heads_of_rule,
+    param_count,
     share_of_heads,
     windows_of,
 )
@@ -55,6 +56,40 @@ def decoder_of(config, weights, compute: Compute) -> PreTrainedModel:
 
         use_rule(lm, compute.rule)
     return lm
+
+
+def adapted(
+    args: Args, source, compute: Compute, world: World, saver, log
+) -> tuple[PreTrainedModel, int, int]:
+    """(the decoder on the meta device with its adapters if any, its parameters without them, those
+    that are trained). source, saver, log: as those of a run.Job."""
+    lm = decoder_of(source.config, source.weights, compute)
+    n_params = n_trained = param_count(lm)
+    for line in give_fp8(lm, compute, args.tensor_parallel):
+        log.say(line)
+    if args.base_bits == 4:
+        from llm_demo.model.four_bits_base import give_four_bits
+
+        give_four_bits(lm, source, compute, args.seed, world, saver, say=log.say)
+    if compute.lora:
+        from llm_demo.options.lora import apply_lora
+
+        apply_lora(lm, compute.lora, compute.dtype)
+        # of dropout; other random numbers have seeds of their own
+        torch.manual_seed(args.seed + world.rank)
+        n_trained = compute.lora.parameters
+    return lm, n_params, n_trained
+
+
+def sizes_in_words(n_params: int, n_adapters: int | None, n_local: int) -> str:
+    """The numbers of parameters, for the log. n_adapters: of adapters if those are trained;
+    n_local: trained by this rank."""
+    if n_adapters is None:
+        return f"{n_params:,} parameters, {n_local:,} here"
+    return (
+        f"{n_params:,} frozen parameters, {n_adapters:,} trained in adapters, {n_local:,} of them "
+        "here"
+    )
 
 
 def versions_of(*packages: str) -> tuple[str, ...]:
