@@ -267,9 +267,12 @@ def test_the_text_in_fp8(kind, base, tmp_path):
     with torch.device("meta"):
         config = whole.config_class.from_pretrained(out)
         quantization = AutoHfQuantizer.from_config(config.quantization_config)
+        listed = {*config.quantization_config["modules_to_not_convert"]}
         del config.quantization_config
         model = whole(config)
     quantization._process_model_before_weight_loading(model)
+    left = [n for n, m in model.named_modules() if type(m) is torch.nn.Linear]
+    assert len(left) > 8 and all({n, n.removeprefix("model.")} & listed for n in left)
     replaced = {n for n, m in model.named_modules() if type(m).__name__.startswith("FP8")}
     scaled = {re.sub(r"(\.experts)\..+", r"\1", n) for n in after if n.endswith("_scale_inv")}
     scaled = {n.removesuffix(".weight_scale_inv") for n in scaled}
