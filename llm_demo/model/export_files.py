@@ -18,7 +18,7 @@ from llm_demo.model.costs import on_meta
 from llm_demo.model.families import family_of
 from llm_demo.model.low_bits import E4M3, SCALES, as_stored, laid_out
 from llm_demo.model.source import read_config
-from llm_demo.model.untrained import Untrained
+from llm_demo.model.untrained import Untrained, mapped
 from llm_demo.model.weights_files import Names, Weights, as_in_files, base_digest, in_files
 from llm_demo.options.lora import factor_names, merge_into
 
@@ -129,7 +129,7 @@ def write_weights(
     names_of = Names(family)
     ours = {untrained.name_of(names_of.in_files(name)): name for name in of_files}
     tensors = {name: of_files[of_text] for name, of_text in ours.items()}
-    tensors |= {n: t.to("meta") for n, t in untrained.read(untrained.places).items()}
+    tensors |= {n: mapped(file, n).to("meta") for n, file in untrained.places.items()}
     plan = in_shards(tensors, max_shard_size)
     for file, names in progress(plan.filename_to_tensors.items(), "exporting", unit="files"):
         kinds = {ours[name]: tensors[name].dtype for name in names if name in ours}

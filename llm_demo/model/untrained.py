@@ -18,7 +18,7 @@ from llm_demo.core.errors import UserError
 from llm_demo.machine.process import read_text
 from llm_demo.machine.text import blame
 from llm_demo.model.families import takes_images
-from llm_demo.model.weights_files import Weights, found_at, open_file
+from llm_demo.model.weights_files import Weights, identity_of, open_file
 
 RECORD, SMALL_FILES = "untrained.json", "base"
 # Names of small files, without those that an export writes itself, but for config.json.
@@ -85,7 +85,7 @@ def record_of(name: str, folder: Path, weights: Weights | None) -> dict:
         digest = digest_of(mapped(file, tensor))
         tensors[tensor] = str(file.relative_to(folder)), digest
     return record | {
-        "path": found_at(name, folder),
+        "path": identity_of(name, folder, None)["path"],
         "revision": folder.name,  # of a hub id, whose cache names folders by commits
         "begin": begin,
         "model": embedding.removeprefix(begin).removesuffix(EMBEDDED),

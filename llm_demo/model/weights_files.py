@@ -380,18 +380,13 @@ def fingerprint(config) -> str:
     return hash_of({k: v for k, v in config.to_dict().items() if k != "_name_or_path"})[:12]
 
 
-def found_at(name: str, folder: Path) -> str:
-    """Where a model's folder is found again: its path, or the hub id by which it was given."""
-    local = Path(os.path.expanduser(name)) == folder
-    return str(folder.absolute()) if local else name
-
-
 def identity_of(
     name: str, folder: Path, weights: Weights | None, seed: int = 0, device: str = ""
 ) -> dict:
     """What adapters belong to. name: of the model, as given. Random weights are known by their seed
     and by the device that draws them."""
-    base = {"path": found_at(name, folder)}
+    local = Path(os.path.expanduser(name)) == folder
+    base = {"path": str(folder.absolute()) if local else name}
     if weights:
         return base | {"weights": weights.digest()}
     return base | {"weights": "random", "seed": seed, "drawn on": device}
