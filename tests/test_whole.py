@@ -7,12 +7,12 @@ import shutil
 from fnmatch import fnmatch
 
 import pytest
+import test_parity as parity
 import torch
 from conftest import TINY
 from safetensors.torch import load_file, save_file
 from test_checkpoint import WORLD
 from test_export import FACTS
-from test_parity import SIZES
 from test_qwen35 import EXPERTS, IDS, MODELS
 from transformers import (
     AutoConfig,
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("alone")
 VISION = dict(hidden_size=32, intermediate_size=32)
 QWEN_VISION = dict(depth=1, num_heads=2, out_hidden_size=64, **VISION)
 OTHER_VISION = dict(num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
-TEXT = dict(**SIZES, **IDS)
+TEXT = dict(**parity.SIZES, **IDS)
 MTP = {"mtp_num_hidden_layers": 1}
 KINDS = {  # name: (class, configuration, whether the text comes first in names)
     "qwen3_5": (
@@ -360,3 +360,24 @@ def test_gemma_4_is_refused_for_its_soft_cap(tmp_path):
     AutoConfig.for_model("gemma4_unified", text_config=text).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="config.json: final_logit_softcapping is not supported"):
         load_config(tmp_path, 32)
+
+
+def test_layers_of_multi_token_prediction_in_a_model_of_text(tmp_path):
+    """They are kept too, and adapters say nothing of images."""
+    folder = tmp_path / "base"
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(parity.MODELS["untied"]).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    more = {f"model.layers.9.{n}": torch.randn(4, 4) for n in ("eh_proj.weight", "mlp.weight")}
+    save_file(tensors | more, folder / "model.safetensors", {"format": "pt"})
+    step = run_of(tmp_path / "run", folder)
+    export(step, tmp_path / "out")
+    export(step, tmp_path / "text", text_only=True)
+    written, text = read_all(tmp_path / "out"), read_all(tmp_path / "text")
+    assert written.keys() - text.keys() == more.keys()
+    assert all(torch.equal(written[n], t) for n, t in (text | more).items())
+    same = [(tmp_path / out / "config.json").read_text() for out in ("out", "text")]
+    assert same[0] == same[1]
+    step = run_of(tmp_path / "lora", folder, rank=2)
+    assert "images" not in export(step, tmp_path / "adapter")

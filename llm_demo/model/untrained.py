@@ -60,24 +60,17 @@ def digest_of(t: torch.Tensor) -> str:
     return hashed.hexdigest()
 
 
-def why_text_alone(images: bool, weights: Weights | None) -> str | None:
-    """Why exports hold no more than the text: "" if the base has no more. None: they do. images:
-    whether it takes some."""
-    if not (images or weights and weights.untrained):
-        return ""
-    if weights is None:
-        return "the run began with random weights"
-    if weights.scales or weights.packed:
-        return "its base has weights in 8 or 4 bits"
-    return None
-
-
 def record_of(name: str, folder: Path, weights: Weights | None) -> dict:
-    """What a run records of its base. name: of the base, as given."""
+    """What a run records of its base. name: of the base, as given. "why": exports hold no more than
+    text; "" if the base has no more, None if they hold it."""
     images = takes_images(json.loads(read_text(folder / "config.json")))
-    record = {"images": images, "why": why_text_alone(images, weights)}
-    if record["why"] is not None:
-        return record
+    record = {"images": images, "why": None}
+    if not (images or weights and weights.untrained):
+        return record | {"why": ""}
+    if weights is None:
+        return record | {"why": "the run began with random weights"}
+    if weights.scales or weights.packed:
+        return record | {"why": "its base has weights in 8 or 4 bits"}
     embedding = weights.names[f"model.{EMBEDDED}"]
     begin = "language_model." if embedding.startswith("language_model.") else ""
     tensors = {}
