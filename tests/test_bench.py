@@ -173,6 +173,13 @@ def test_out_of_memory_names_what_to_lower(ended, capsys):
     assert bench.failure(1, error)["status"] == "out of memory"
 
 
+def test_a_failed_row_keeps_what_was_said_before_a_stack():
+    stack = "".join(f"frame #{i}: c10d::Something() + 0x6a90931 (0x7fe2a)\n" for i in range(99))
+    found = bench.failure(137, f"step 3/8 | loss 12.1\n{stack}error: rank 0 died of SIGKILL\n")
+    assert found["error"] == "error: rank 0 died of SIGKILL" and "step 3/8" in found["output"]
+    assert bench.failure(1, "")["error"] == "no output"
+
+
 def test_the_pictures_are_of_the_results():
     text = "".join(page.read_text() for page in table.pages())
     named = re.findall(r"\]\((?:\.\./)?bench/plots/(\S+)\.png\)", text)

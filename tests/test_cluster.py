@@ -2,9 +2,7 @@
 
 import os
 import shutil
-import signal
 import subprocess
-import time
 
 import pytest
 import yaml
@@ -96,28 +94,6 @@ def test_a_job_is_requeued_if_its_run_has_saved(code, state, requeued, slurm, tm
             "RESUME=auto", "OUTPUT_DIR=runs/slurm-31", "SAVE_EVERY=200", "STOP_MINUTES=8",
             "JOIN_SECONDS=600", "SRUN_CPUS_PER_TASK=32", "--lr 1e-4 --seed a b",
         ]  # fmt: skip
-
-
-# Ends as a launcher does that has saved because of SIGTERM.
-SAVES = """
-trap 'exit 75' TERM
-touch seen-$NODE_RANK
-for ((i = 0; i < 600; i++)); do sleep 0.05; done
-"""
-
-
-def test_the_batch_shell_outlives_its_own_sigterm(slurm, tmp_path):
-    (tmp_path / "launcher.sh").write_text(SAVES)
-    job = slurm("launcher.sh")
-    until = time.monotonic() + 20
-    while len([*tmp_path.glob("seen-*")]) < 2:
-        assert job.poll() is None and time.monotonic() < until, job.stdout.read()
-        time.sleep(0.05)
-    job.send_signal(signal.SIGTERM)  # first: bash acts on it once srun has ended
-    for task in (tmp_path / "tasks").read_text().split():
-        os.kill(int(task), signal.SIGTERM)
-    said, _ = job.communicate(timeout=30)
-    assert job.returncode == 75 and calls(tmp_path) == ["requeue 31"], said
 
 
 @pytest.mark.parametrize("gpus", [0, 8])

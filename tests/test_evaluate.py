@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import TINY, refused
+from conftest import TINY
 from test_families import MODELS as FAMILIES
 from test_parity import MODELS
 from tiny_tokenizer import packs_of
@@ -119,21 +119,6 @@ def test_the_date_that_a_template_prints(folder, tmp_path, capsys):
     found = evaluated(tmp_path / "dated", arguments(folder, *flags))
     assert "dated: the chat template prints the date, here 2026-07-04" in capsys.readouterr().err
     assert found["files"][0]["answers"][0]["prompt"] == "why "  # as the user wrote it
-
-
-def test_the_table_is_printed_if_it_can_t_be_written(folder, tmp_path, capsys):
-    (tmp_path / "out/evaluation.json").mkdir(parents=True)
-    with refused(f"--out {tmp_path}/out: .*Is a directory"):
-        evaluate.main(arguments(folder, "--out", tmp_path / "out", "--rows", "1", "--show", "0"))
-    assert capsys.readouterr().out.count("| x.jsonl |") == 1
-
-
-@pytest.mark.parametrize("content", ["[]", "null", '{"cache_implementation": "zzz"}'])
-def test_a_file_that_only_transformers_reads(content, folder, tmp_path):
-    shutil.copytree(folder / "base", tmp_path / "model")
-    (tmp_path / "model/generation_config.json").write_text(content)
-    with refused("/model: "):
-        evaluated(tmp_path / "model", arguments(folder))
 
 
 @pytest.mark.parametrize("batch", ["1", "3"])

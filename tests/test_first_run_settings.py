@@ -91,13 +91,6 @@ def test_a_step_of_the_bundled_run_has_16_rows_on_any_number_of_processes(kind):
         assert batch_of(kind, n) == (micro, accum, line)
 
 
-@pytest.mark.parametrize("kind", ["pp", "fsdp_pp"])
-def test_a_pipeline_keeps_its_micro_batches(kind):
-    expected = {2: (4, 4), 4: (2, 4), 8: (1, 4), 16: (1, 4)}
-    assert {n: batch_of(kind, n)[:2] for n in expected} == expected
-    assert "32 rows a step, not 16" in batch_of(kind, 16)[2] and not batch_of(kind, 8)[2]
-
-
 def test_the_debuggers_entry_has_the_batch_of_one_process():
     for flags, accum in (((), "4"), (("--train_json", "my.jsonl"), "2")):
         ours = from_script(*flags)

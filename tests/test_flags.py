@@ -151,22 +151,6 @@ def test_flags_that_dont_fit_the_processes(processes, kind, flags, words):
     assert str(raised.value).startswith(words)
 
 
-@pytest.mark.parametrize(
-    "given, meant",
-    [("model", "model_name_or_path"), ("batch_size", "micro_batch_size"), ("output", "output_dir"),
-     ("data", "train_json"), ("lr_rate", "lr"), ("warmup_step", "warmup_steps"), ("hepl", "help"),
-     ("save_steps", "save_every"), ("no_suffle", "no_shuffle"), ("clip", None),
-     ("per_device_train_batch_size", "micro_batch_size"), ("num_train_epochs", "num_epochs"),
-     ("gradient_accumulation_steps", "grad_accum_steps"), ("max_seq_length", "seq_len"),
-     ("gradient_checkpointing", "use_activation_checkpointing"), ("dataset", "train_json"),
-     ("resume_from_checkpoint", "resume"), ("logging_steps", "log_every"), ("seq", "seq_len")],
-)  # fmt: skip
-def test_the_flag_that_is_meant_is_suggested(given, meant):
-    hint = f"did you mean --{meant}\\?" if meant else "see --help"
-    with pytest.raises(UserError, match=f"^unknown argument --{given}; {hint}$"):
-        args.parse_args("", argv=[f"--{given}", "1"])
-
-
 # ---------------------------------------------------------------- rules
 
 
@@ -352,22 +336,6 @@ def test_what_a_command_looks_for(command, words, message, work):
 def test_spellings(words, name, value):
     parsed = getattr(parse("fsdp", words), name)
     assert parsed == value and type(parsed) is type(value)
-
-
-def test_a_home_folder_is_meant_by_its_sign(monkeypatch):
-    """The shell leaves --output_dir=~/x as it is, and what a variable holds."""
-    monkeypatch.setenv("HOME", "/home/me")
-    paths = {f.name for kind in GROUPS for f in fields(kind) if f.metadata["path"]}
-    assert paths == {*args.names_of("input"), "output_dir", "resume"}
-    paths -= {"adapter"}  # which is read as it is parsed
-    words = " ".join(f"--{name}=~/x" for name in paths)
-    parsed = parse("zero", f"{words} --train_json=~/a,b~,~/c")
-    assert {getattr(parsed, name) for name in paths - {"train_json"}} == {"/home/me/x"}
-    assert parsed.train_json == "/home/me/a,b~,/home/me/c"
-    tools = [export.make_parser().parse_args(["~/run", "~/out"])]
-    tools += [evaluate.make_parser().parse_args("--models m --data d --out ~/out".split())]
-    assert [str(tool.out) for tool in tools] == ["/home/me/out"] * 2
-    assert str(tools[0].source) == "/home/me/run"
 
 
 @pytest.mark.parametrize("address", ["gs://b/x", "file:///b/x"])

@@ -102,16 +102,3 @@ def test_control_groups_limit_host_memory(line, top, limit, taken, total, tmp_pa
     assert device.free_host_memory(tmp_path) == 300 - 100 + 7
     (job / "step" / limit).write_text("50\n")  # lowered while more was in use
     assert device.free_host_memory(tmp_path) == 0
-
-
-def test_a_limit_on_device_memory(monkeypatch):
-    with pytest.raises(UserError, match="there is no GPU"):
-        device.limit_memory(torch.device("cpu"), 30)
-    props, limits = SimpleNamespace(total_memory=40 * 2**30), []
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: props)
-    name = "set_per_process_memory_fraction"
-    monkeypatch.setattr(torch.cuda, name, lambda fraction, d: limits.append(fraction))
-    with pytest.raises(UserError, match="--device_memory_gb 41: the GPU has 40.0 GiB"):
-        device.limit_memory(torch.device("cuda", 0), 41)
-    device.limit_memory(torch.device("cuda", 0), 30)
-    assert limits == [0.75]

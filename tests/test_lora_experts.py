@@ -1,5 +1,6 @@
 """Adapters on experts, beside PEFT's own: the trainer's numbers, checkpoints and exports."""
 
+import copy
 import functools
 import json
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import test_parity as parity
 import test_qwen35 as qwen35
 import torch
 from conftest import ROOT, slow, torchrun
-from peft import PeftModel
+from peft import PeftModel, get_peft_model
 from test_lora import (
     ALPHA,
     EXPERTS,
@@ -31,14 +32,15 @@ from transformers import AutoModelForCausalLM
 
 from bench.checkpoints import tensors
 from llm_demo.core.attention import make_documents
-from llm_demo.core.decoder import Blocks, blocks_with_experts, materialise, skeleton
+from llm_demo.core.decoder import FUSED, Blocks, blocks_with_experts, materialise, skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import Routers
 from llm_demo.core.rows import position_ids
 from llm_demo.model.adapters import choose_lora
+from llm_demo.model.export_files import write_adapter
 from llm_demo.model.source import load_config
 from llm_demo.model.weights_files import open_weights
-from llm_demo.options.lora import apply_lora
+from llm_demo.options.lora import apply_lora, factors_of, merge_into
 from llm_demo.run.checkpoint_files import read_tensors, weights_of
 
 
@@ -182,6 +184,45 @@ def test_adapters_on_experts_resume(how, mixtures, mixture_run):
     for name, t in one.items():
         assert torch.equal(t, other[name]) or not spread, name
         assert parity.relative(other[name], t) < 1e-3, name
+
+
+@pytest.mark.parametrize("name, targets", [
+    ("qwen", "gate_up_proj,down_proj"), ("shared", "all-linear"), ("deepseek", "o_proj,down_proj"),
+    ("shared", "gate_up_proj"),
+])  # fmt: skip
+def test_peft_reads_experts_as_the_merge_adds_them(name, targets, tmp_path, monkeypatch):
+    """Other experts than ranks, and no square matrix, so that no order can pass for another."""
+    config = copy.deepcopy(moe.MODELS[name])
+    config.moe_intermediate_size, config.vocab_size = 24, 64
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for p in model.parameters():
+        p.data.normal_(0, 0.1)
+    lora = lora_of(config, targets, rank=6)._replace(base={"path": "a/base"}).facts()
+    wanted = factors_of(lora, {name: tuple(p.shape) for name, p in model.named_parameters()})
+    factors = {name: torch.randn(shape) / 4 for name, shape in wanted.items()}
+
+    def fill(tensors):
+        for key, t in tensors.items():
+            t.copy_(factors[key])
+
+    write_adapter(tmp_path, fill, wanted, torch.float32, lora)
+    merged = copy.deepcopy(model)
+    for key, p in merged.named_parameters():
+        merge_into(key, p.data, factors, lora)
+    found = PeftModel.from_pretrained(model, tmp_path)
+    again = get_peft_model(copy.deepcopy(merged), found.peft_config["default"])
+    own = {k for k in again.state_dict() if ".lora_" in k}
+    assert {k for k in found.state_dict() if ".lora_" in k} == own
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        assert parity.relative(found(ids).logits, merged(ids).logits) < parity.TOLERANCE
+        assert parity.relative(found.unload()(ids).logits, merged(ids).logits) > 0.1
+    written = json.loads((tmp_path / "adapter_config.json").read_text())
+    names = lora["targets"]
+    assert sorted(written["target_modules"]) == sorted(n for n in names if n not in FUSED)
+    on_experts = [f"mlp.experts.{n}" for n in FUSED if n in names]
+    assert written["target_parameters"] == on_experts
 
 
 IN_MIXTURES = {

@@ -95,27 +95,6 @@ def test_a_way_that_fails_is_a_row_and_the_search_goes_on(tmp_path, monkeypatch,
     assert fit.parse(words).speed_from == "assumed"
 
 
-def test_rows_of_another_run_are_refused(tmp_path):
-    ask, one = asked(tmp_path), choice()
-    name = str(tmp_path / "rows")
-    here = measured.row_of(one, ask)
-    env = {"device": str(measured.this_device()), "revision": measured.revision(), "world_size": 2}
-    for change, of_env, problem in (
-        ({"model": "other"}, {}, "model"),
-        ({"data": "other.jsonl"}, {}, "data"),
-        ({}, {"device": "NVIDIA H100"}, "device"),
-        ({}, {"revision": "0123456789ab"}, "revision"),
-        ({}, {}, ""),
-    ):
-        store.write(name, {"status": "ok", "row": here | change, "env": env | of_env})
-        if not problem:
-            assert len(measured.earlier_rows(name, here, resume=True)) == 1
-            break
-        with pytest.raises(UserError, match=f"rows of another {problem}: --out names"):
-            measured.earlier_rows(name, here, resume=True)
-        store.file_of(name).unlink()
-
-
 def test_what_overlaps_is_equal_and_the_simplest_is_recommended():
     pipeline, plain = choice("fsdp_pp", stages=2), choice(reshard_after_forward=True)
     rough = choice(psgd_rank=32, settings={"psgd_rank": 32})

@@ -8,8 +8,6 @@ from importlib import metadata
 import pytest
 from conftest import ROOT, environment, free_port, python, slow, smaller_model
 
-from llm_demo.machine import dist
-
 # What a rank runs: it meets the others and compares its node with theirs.
 MEETS = """
 import os
@@ -95,19 +93,6 @@ def test_other_versions_and_gpus_end_all_nodes(other, name, here, there, tmp_pat
     for code, text in found:
         assert code == 2, text
         assert f"error: {name} is {here} on rank 0, but {there} on rank 1: start all" in text
-
-
-def test_the_digest_is_of_all_code(tmp_path, monkeypatch):
-    """fsdp_pp imports from fsdp."""
-    monkeypatch.setattr(dist, "ROOT", tmp_path)
-    for name in ("llm_demo/run/log.py", "fsdp/flags.py", "fsdp/fsdp2.py", "fsdp_pp/flags.py"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("a = 1")
-    seen = {dist.versions()["the code's digest"]}
-    for name in ("llm_demo/run/log.py", "fsdp/fsdp2.py", "fsdp_pp/flags.py"):
-        (tmp_path / name).write_text("a = 2")
-        seen.add(dist.versions()["the code's digest"])
-    assert len(seen) == 4
 
 
 ELSEWHERE = """

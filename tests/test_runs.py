@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import json
 import os
-import re
 import shutil
 import signal
 import sys
@@ -303,13 +302,6 @@ ADDRESSES = {  # name: a value, what is written down of it
     "query": ("s3://h/x?a=1&Api-Key=hunter2&b=2", "s3://h/x?a=1&Api-Key=***&b=2"),
     "none": ("https://h:80/a/b@rev?x=1&y=a@b, c@d", "https://h:80/a/b@rev?x=1&y=a@b, c@d"),
 }
-
-
-def test_runs_of_the_same_second_have_names_of_their_own():
-    args = args_with(model_name_or_path="m")
-    chosen = [run_folder.choose_folder(args, "fsdp") for _ in range(3)]
-    assert len(set(chosen)) == 3 and {folder.parent for folder in chosen} == {ROOT / "runs"}
-    assert all(re.fullmatch(r"fsdp-m-\d{8}-\d{6}-\d{6}", folder.name) for folder in chosen)
 
 
 # ---------------------------------------------------------------- locks

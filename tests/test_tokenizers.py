@@ -123,15 +123,6 @@ def test_a_template_prints_the_date_of_the_run(text, tmp_path):
     assert load_tokenizer(str(tmp_path / "run")).chat_template == template
 
 
-def test_templates_without_a_date_are_left_alone():
-    for tokenizer in (make_tokenizer(), make_tokenizer(None)):
-        assert with_date(tokenizer, str(DAY)) is tokenizer
-    dated = "{{ strftime_now('%Y') }}"
-    tokenizer = make_tokenizer({"default": CHATML, "tool_use": dated})
-    tokenizer = with_date(tokenizer, str(DAY))
-    assert tokenizer.apply_chat_template(TURNS, tools=[{}], tokenize=False) == "2026"
-
-
 def test_rows_of_another_day_are_other_rows(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "Why?", "completion": "So."}) + "\n")
