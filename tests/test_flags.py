@@ -151,6 +151,22 @@ def test_flags_that_dont_fit_the_processes(processes, kind, flags, words):
     assert str(raised.value).startswith(words)
 
 
+@pytest.mark.parametrize(
+    "given, meant",
+    [("model", "model_name_or_path"), ("batch_size", "micro_batch_size"), ("output", "output_dir"),
+     ("data", "train_json"), ("lr_rate", "lr"), ("warmup_step", "warmup_steps"), ("hepl", "help"),
+     ("save_steps", "save_every"), ("no_suffle", "no_shuffle"), ("clip", None),
+     ("per_device_train_batch_size", "micro_batch_size"), ("num_train_epochs", "num_epochs"),
+     ("gradient_accumulation_steps", "grad_accum_steps"), ("max_seq_length", "seq_len"),
+     ("gradient_checkpointing", "use_activation_checkpointing"), ("dataset", "train_json"),
+     ("resume_from_checkpoint", "resume"), ("logging_steps", "log_every"), ("seq", "seq_len")],
+)  # fmt: skip
+def test_the_flag_that_is_meant_is_suggested(given, meant):
+    hint = f"did you mean --{meant}\\?" if meant else "see --help"
+    with pytest.raises(UserError, match=f"^unknown argument --{given}; {hint}$"):
+        args.parse_args("", argv=[f"--{given}", "1"])
+
+
 # ---------------------------------------------------------------- rules
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import gc
 import json
 import os
 import shutil
@@ -66,6 +67,7 @@ def train(tmp_path, monkeypatch, capsys):
         ).split()
         command_line(monkeypatch, script.__file__, *argv)
         monkeypatch.setattr(script, "start", lambda: WORLD)
+        gc.collect()  # files of earlier calls, whose numbers this one would get
         before = open_files()
         try:
             script.main()
