@@ -501,7 +501,7 @@ def nothing(found: list[Choice], config, ask) -> str:
         helps.append(f"{math.ceil(choice.host)} GiB of host memory")
     if not ask.lora_rank:
         helps.append("--optim_state bf16, adapters (--lora_rank 16)")
-    if ask.base_bits == 16 and not is_mixture(config):
+    if ask.base_bits == 16:
         helps.append("adapters over a base in 4 bits (--lora_rank 16 --base_bits 4)")
     if not ask.lora_rank and not is_mixture(config):
         helps.append("ZeRO-3 with offload (docs/zero.md), which is not searched")
@@ -552,8 +552,6 @@ def main(argv: list[str] | None = None) -> None:
         config, weights = open_model(path, ask.seq_len, with_weights=not on_hub)
     if weights and weights.packed and ask.base_bits != 4:
         raise UserError(f"{ask.model} holds weights in 4 bits: add --lora_rank 16 --base_bits 4")
-    if ask.base_bits == 4 and is_mixture(config):
-        raise UserError("--base_bits 4 does not work with mixtures of experts: drop it")
     if is_hybrid(config):
         ask.assumed = ", with the kernels of fla-core"
     found = list(choices(config, ask))

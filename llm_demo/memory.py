@@ -221,8 +221,9 @@ def part_of(sizes: Sizes, s: Settings, flight: dict[int, int]) -> Part:
     gathered = sum(on_a_rank(b, s.tensor_parallel, s.expert_parallel) for b in sizes.blocks)
     stored = sum(block.parameters for block in sizes.blocks)
     if s.lora and s.lora.in_4_bits:
-        numbers, taken = s.lora.in_4_bits
-        gathered = stored = gathered - numbers + taken / s.size
+        of_layers, of_experts = (numbers - taken / s.size for numbers, taken in s.lora.in_4_bits)
+        gathered -= of_layers + of_experts / s.expert_parallel
+        stored -= of_layers + of_experts
     ends = (0 in flight) + (max(len(s.counts), 1) - 1 in flight)
     if sizes.tied and s.engine != "fsdp_pp":  # where a tied head is a copy
         ends = min(ends, 1)
@@ -426,8 +427,12 @@ def lora_moments(
     if s.sharded:
         weights = (part.shard + gathered(s, part, sizes.tied)) * s.size
     weights += own * s.size + trained * MASTER_BYTES
-    if s.lora.in_4_bits:  # one matrix at a time has its values
-        weights += sizes.hidden * max(block.width for block in sizes.blocks) * s.size
+    if s.lora.in_4_bits:  # one matrix at a time has its values, or those of some experts
+        from llm_demo.options.four_bits_experts import UNPACKED
+
+        most = max(sizes.hidden * block.width for block in sizes.blocks)
+        of_experts = max(block.routed for block in sizes.blocks)
+        weights += max(most, min(UNPACKED, of_experts)) * s.size
     optimizer = trained * MOMENT_BYTES[s.optim_state]
     gradients = own * 4 * (s.grad_accum_steps > 1)
     return [Moment(weights, optimizer, gradients, activations, loss)]

@@ -208,6 +208,14 @@ def same_as_the_library(device):
             for where in (bits, apart):  # a word may begin at half of one
                 found = four_bits.values_of(where, scales_in(state), shape[1], dtype)
                 assert torch.equal(found, functional.dequantize_4bit(numbers, state))
+                # of experts, each with two matrices
+                own, rows = scales_in(state), where
+                own, rows = torch.stack([own, own * 2] * 2), torch.stack([rows, rows.flip(0)] * 2)
+                pairs = own.view(2, 2, -1), rows.view(2, 2, *where.shape)
+                found = four_bits.values_of(pairs[1], pairs[0], shape[1], dtype).flatten(0, 1)
+                for i in range(4):
+                    of_one = four_bits.values_of(rows[i], own[i], shape[1], dtype)
+                    assert torch.equal(found[i], of_one)
 
 
 def test_the_values_of_a_cpu():

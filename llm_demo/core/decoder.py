@@ -355,9 +355,10 @@ def fill(
             random = _random_weights(model, owner, f"{seed}:{path}")
         if start:
             random |= start(f"{seed}:{path}")
-        stored = getattr(getattr(owner, "recipe", None), "stored", None)
-        if stored:  # values in fewer bits, from elsewhere
-            random["weight"] = stored()
+        for key, _ in owner.named_parameters(recurse=False):
+            recipe = getattr(owner, "recipe" if key == "weight" else f"{key}_recipe", None)
+            if hasattr(recipe, "stored"):  # values in fewer bits, from elsewhere
+                random[key] = recipe.stored()
         for key, p in owner.named_parameters(recurse=False):
             p.hf_name, p.cut = f"{path}.{key}", getattr(owner, "cut", {}).get(key)
             local, part = p, (slice(None),)

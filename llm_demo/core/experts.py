@@ -190,7 +190,11 @@ def sorted_experts(product, self, hidden, index, weights):
 def _multiply(product, self, kind, x, ends):
     """x [R, inputs] by this matrix of each row's expert -> [R, outputs], plus what its adapter adds
     if it has one (see lora.py)."""
-    y = product(x, getattr(self, kind).mT, ends)
+    weight, recipe = getattr(self, kind), getattr(self, f"{kind}_recipe", None)
+    if recipe is None:
+        y = product(x, weight.mT, ends)
+    else:  # stored in fewer bits
+        y = recipe(x, weight, ends, product is grouped_product, getattr(self, "first", 0))
     a, b = (getattr(self, f"{kind}_lora_{name}", None) for name in "AB")
     if a is None:
         return y

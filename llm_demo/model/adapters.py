@@ -18,7 +18,15 @@ from llm_demo.model.costs import parameters_of
 from llm_demo.model.families import experts_of
 from llm_demo.model.weights_files import Weights, base_digest, identity_of, text_name
 from llm_demo.options.four_bits import BLOCK, row_bytes
-from llm_demo.options.lora import Lora, factor_names, factors_of, matrices_of, merge_into, target_of
+from llm_demo.options.lora import (
+    Lora,
+    factor_names,
+    factors_of,
+    matrices_of,
+    merge_into,
+    quantisable,
+    target_of,
+)
 
 ALL = "all-linear"  # of --lora_targets; PEFT's name for it
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -31,7 +39,7 @@ def decide_lora(args, world: World, source, dtype: str) -> tuple[Lora, list[str]
     )
     base, lines, packed = from_rank0(world, identify), [], None
     if args.base_bits == 4:
-        base["bits"], dtype, packed = 4, "4 bits", source.weights and source.weights.packed
+        base["bits"], dtype, packed = 4, "4 bits", source.weights and source.weights.in_4_bits()
     lora = choose_lora(args, source.config, base, packed)
     if args.adapter:
         adapter = open_adapter(args.adapter)
@@ -170,18 +178,28 @@ def choose_lora(args, config, base: dict, packed: Container[str] | None = None) 
     active = total
     if routed:
         active -= routed - routed // experts_of(config) * config.num_experts_per_tok
-    stored = in_4_bits(shapes, packed) if args.base_bits == 4 else None
+    stored = None
+    if args.base_bits == 4:
+        whole = quantisable(skeleton(config, "sdpa"))
+        stored = in_4_bits({name: tuple(p.shape) for name, p in whole.items()}, packed)
     return lora._replace(parameters=total, routed=routed, active=active, in_4_bits=stored)
 
 
-def in_4_bits(shapes: dict[str, tuple], packed: Container[str] | None) -> tuple[int, int]:
-    """As of Lora. packed: as of choose_lora; by default all matrices of rows in whole blocks."""
-    numbers = taken = 0
-    for name, shape in shapes.items():
-        if (name in packed) if packed else len(shape) == 2 and shape[1] % BLOCK == 0:
-            numbers += math.prod(shape)
-            taken += shape[0] * row_bytes(shape[1])
-    return numbers, taken
+def in_4_bits(shapes: dict[str, tuple], packed: Container[str] | None) -> tuple[tuple, tuple]:
+    """As of Lora. packed: as of choose_lora; by default all matrices of rows in whole blocks.
+    Raises UserError for experts of other rows."""
+    found = {True: (0, 0), False: (0, 0)}  # by whether they are experts
+    for name, (*stacked, inputs) in shapes.items():
+        of_experts, rows = fused(name), math.prod(stacked)
+        if of_experts and not packed and inputs % BLOCK:
+            raise UserError(
+                f"--base_bits 4: rows of {target_of(name)} of the experts have {inputs} numbers, "
+                f"no multiple of {BLOCK}: drop it"
+            )
+        if (name in packed) if packed else inputs % BLOCK == 0:
+            numbers, taken = found[of_experts]
+            found[of_experts] = numbers + rows * inputs, taken + rows * row_bytes(inputs)
+    return found[False], found[True]
 
 
 @torch.no_grad()

@@ -16,10 +16,10 @@ from llm_demo.machine.device import dtype_name
 from llm_demo.machine.dist import once_per_node, same_on_all_nodes
 from llm_demo.machine.files import build, cache_folder, hash_of, verified
 from llm_demo.machine.text import blame, layer_kinds, progress
-from llm_demo.model.weights_files import fingerprint, weights_in
+from llm_demo.model.weights_files import as_in_files, fingerprint, weights_in
 from llm_demo.options.four_bits import BLOCK
 from llm_demo.options.four_bits_library import quantise
-from llm_demo.options.lora import use_four_bits
+from llm_demo.options.lora import quantisable, use_four_bits
 
 FORMAT = 1  # of a cached base; increase it when the same files are stored differently
 
@@ -38,7 +38,8 @@ def give_four_bits(
         same_on_all_nodes(world, {"the base in 4 bits": sums})
         note_values(saver, hash_of(sorted(sums.items()))[:16], folder)
         weights, where = weights_in(sorted(folder.glob("*.safetensors"))), folder
-    done, left = layer_kinds(*use_four_bits(lm, compute.dtype, weights.read_packed, weights.packed))
+    found = use_four_bits(lm, compute.dtype, weights.read_packed, weights.in_4_bits())
+    done, left = layer_kinds(*found)
     if not done:
         raise UserError("--base_bits 4: rows of no layer are a multiple of 64 wide")
     rest = ", ".join([*left, "embedding", "head", "norms"])
@@ -82,19 +83,21 @@ def find_or_build(folder: Path, make: Callable, say: Callable) -> dict[str, str]
 
 
 def write_base(source, seed: int, device: torch.device, folder: str) -> None:
-    """Write the linear layers of a model in 4 bits, block by block, each block to a file."""
+    """Write the linear layers and experts of a model in 4 bits, block by block, each block to a
+    file. Each matrix that files have of an expert is rounded alone."""
     lm = skeleton(source.config, "sdpa", source.weights)
     n = len(lm.model.layers)
     for i in progress(range(n), "quantising blocks", unit="blocks"):
         tensors, name = {}, f"model.layers.{i}"
         block = materialise(lm, name, source.weights, seed, device)
-        for path, layer in block.named_modules(prefix=name):
-            if type(layer) is nn.Linear and layer.in_features % BLOCK == 0:
-                values = layer.weight.detach().contiguous()
+        for key, p in quantisable(block, prefix=name).items():
+            for path, values in as_in_files(key, p.detach()).items():
+                if values.shape[1] % BLOCK:
+                    continue
                 with blame(f"bitsandbytes can't quantise {path}", RuntimeError):
-                    numbers, state = quantise(values)
-                tensors[f"{path}.weight"] = numbers.cpu().contiguous()
+                    numbers, state = quantise(values.contiguous())
+                tensors[path] = numbers.cpu().contiguous()
                 for part, t in state.as_dict(packed=True).items():
-                    tensors[f"{path}.weight.{part}"] = t.cpu().contiguous()
+                    tensors[f"{path}.{part}"] = t.cpu().contiguous()
         save_file(tensors, f"{folder}/block_{i:04}.safetensors")
         block.to("meta")

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 
+from llm_demo.core.decoder import fused
 from llm_demo.core.errors import UserError
 from llm_demo.machine.text import blame
 
@@ -214,8 +215,11 @@ def four_bits_of(
     what is not read."""
     found = {}
     for state in sorted(name for name in names if STATE in name):
+        name = state.partition(STATE)[0]
         with blame(f"{folder}: {state}"):
-            found[state.partition(STATE)[0]] = _stored(state, read)
+            if fused(name):
+                raise ValueError("experts in 4 bits are read from a matrix for each of them")
+            found[name] = _stored(state, read)
     return found
 
 

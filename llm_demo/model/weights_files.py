@@ -202,7 +202,8 @@ class Weights:
         self.scales = low_bits.scales_of(fp8, self.stored, folder)
         for scales in self.scales.values():
             del self.stored[scales]
-        self.packed = low_bits.four_bits_of(self.stored, self._whole, folder)
+        with self._reader() as read:
+            self.packed = low_bits.four_bits_of(self.stored, read, folder)
         for name, weight in self.packed.items():
             for part in low_bits.BESIDE:
                 self.stored.pop(name + part, None)
@@ -251,26 +252,33 @@ class Weights:
     def read(self, name: str, part: tuple[slice, ...] = (slice(None),)) -> torch.Tensor:
         """A parameter, or the part that these slices of its dimensions select, in the file's dtype,
         or in fp32 if that is fp8 or 4 bits, on the CPU. Raises UserError."""
-        if name in self.packed:
-            from llm_demo.options.four_bits import values_of
-
-            weight, scales = self.read_packed(name)
-            return values_of(weight, scales, self.packed[name].shape[1], torch.float32)[part]
         with self._reader() as read:
             if name in self.files:
                 return self._values(read, name, part)
             return self._fuse(read, name, part)
 
     def read_packed(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the bytes of a weight in 4 bits, its scales), as options.four_bits has them."""
+        """(the bytes of a weight in 4 bits, its scales), as options.four_bits has them. Of fused
+        experts: [E, N, bytes] and [E, matrices, any]."""
         from llm_demo.model.low_bits import packed
 
-        return packed(self.packed[name], name, self._whole)
-
-    def _whole(self, name: str) -> torch.Tensor:
-        """A tensor of the files as it is."""
+        shape = self.shapes[name]
         with self._reader() as read:
-            return read(name, (slice(None),))
+            if name in self.packed:
+                return packed(self.packed[name], name, read)
+            with blame(f"{self.folder}: not all experts of {name} are in 4 bits"):
+                of_each = [packed(self.packed[m.name], m.name, read) for m in matrices(name, shape)]
+        rows, scales = map(torch.stack, zip(*of_each, strict=True))
+        return rows.view(*shape[:2], -1), scales.unflatten(0, (shape[0], -1))
+
+    def in_4_bits(self) -> list[str]:
+        """The parameters that are so, of experts if one of their matrices is."""
+        names = {*self.packed}
+        return [
+            name
+            for name, shape in self.shapes.items()
+            if not names.isdisjoint(m.name for m in matrices(name, shape)) or name in names
+        ]
 
     @contextlib.contextmanager
     def _reader(self):
@@ -282,7 +290,7 @@ class Weights:
             def opened(file: Path):
                 return stack.enter_context(safe_open(regular(file), "pt"))
 
-            def read(name: str, part: tuple[slice, ...]) -> torch.Tensor:
+            def read(name: str, part: tuple[slice, ...] = (slice(None),)) -> torch.Tensor:
                 file = self.files[name]
                 with blame(file, OSError, SafetensorError):
                     stored = opened(file).get_slice(self.names[name])
@@ -296,6 +304,12 @@ class Weights:
 
     def _values(self, read: Callable, name: str, part: tuple[slice, ...]) -> torch.Tensor:
         """As `read`, of a tensor that is in the files."""
+        if name in self.packed:
+            from llm_demo.model.low_bits import packed
+            from llm_demo.options.four_bits import values_of
+
+            weight, scales = packed(self.packed[name], name, read)
+            return values_of(weight, scales, self.packed[name].shape[1], torch.float32)[part]
         values = read(name, part)
         if name not in self.scales:
             return values
@@ -309,7 +323,8 @@ class Weights:
         experts = range(self.shapes[name][0])[part[0]]
         chosen = [m for m in matrices(name, self.shapes[name]) if m.expert in experts]
         dtype = torch.float32
-        if chosen and not any(m.name in self.scales for m in chosen):
+        low = self.scales.keys() | self.packed.keys()
+        if low.isdisjoint(m.name for m in chosen) and chosen:
             dtype = FLOATS[self.kinds[chosen[0].name]]
         values = torch.empty(len(experts), *self.shapes[name][1:], dtype=dtype)
         for m in chosen:

@@ -39,10 +39,13 @@ def values_of(
     dtype: torch.dtype,
     after: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The values [N, K] of a parameter [N, any]. scales: those of scales, what is added to all
-    scales, the levels of numbers, those of scales. inputs: K. after: what must exist before: a
-    compiler moves what needs no gradient into the forward, and keeps it. On a GPU, importing
-    four_bits_kernel.py is what makes it work."""
+    """The values [..., N, K] of parameters [..., N, any]. scales: [..., any] those of scales, what
+    is added to all scales, the levels of numbers, those of scales. inputs: K. after: what must
+    exist before: a compiler moves what needs no gradient into the forward, and keeps it. On a GPU,
+    importing four_bits_kernel.py is what makes it work."""
+    if scales.ndim > 1:
+        each = zip(weight, scales, strict=True)
+        return torch.stack([values_of(rows, own, inputs, dtype) for rows, own in each])
     rows, K = weight.view(torch.uint8), inputs
     groups, tables = scales[:-TABLES], scales[-TABLES:]
     added, of_numbers, of_scales = tables.split((1, NUMBERS, SCALES))
@@ -56,7 +59,7 @@ def values_of(
 
 @values_of.register_fake
 def _(weight, scales, inputs, dtype, after=None):
-    return weight.new_empty(len(weight), inputs, dtype=dtype)
+    return weight.new_empty(*weight.shape[:-1], inputs, dtype=dtype)
 
 
 class _Frozen(torch.autograd.Function):
@@ -77,11 +80,21 @@ class _Frozen(torch.autograd.Function):
 class FourBits(nn.Module):
     """How a layer's product is computed, with its scales of scales."""
 
-    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, read: Callable):
-        """read() -> (bytes [N, row_bytes(K)], scales as of `values_of`)."""
+    def __init__(
+        self, owner: nn.Module, key: str, dtype: torch.dtype, read: Callable, matrices: int = 1
+    ):
+        """Stores a parameter of its owner on the meta device, [N, K] or of experts [E, N, K], in 4
+        bits. read() -> (bytes [..., row_bytes(K)], scales as of `values_of`). matrices: of each
+        expert."""
         super().__init__()
+        *experts, outputs, self.inputs = getattr(owner, key).shape
         self.dtype, self.read = dtype, read
-        scales = torch.empty(scales_of(*shape) + TABLES, device="meta")
+        width = row_bytes(self.inputs) // dtype.itemsize
+        packed = torch.empty((*experts, outputs, width), dtype=dtype, device="meta")
+        setattr(owner, key, nn.Parameter(packed, requires_grad=False))
+        stacked = (*experts, matrices) if experts else ()
+        n = scales_of(outputs // matrices, self.inputs) + TABLES
+        scales = torch.empty((*stacked, n), device="meta")
         self.register_buffer("scales", scales, persistent=False)
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

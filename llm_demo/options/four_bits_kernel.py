@@ -14,17 +14,18 @@ WORDS = 1024
 @four_bits.values_of.register_kernel("cuda")
 def values(weight, scales, inputs: int, dtype: torch.dtype, after=None) -> torch.Tensor:
     """As four_bits.values_of."""
-    out = torch.empty(len(weight), inputs, dtype=dtype, device=weight.device)
-    rows, total, tables = weight.view(torch.uint8), out.numel() // 8, scales[-four_bits.TABLES :]
+    out = torch.empty(*weight.shape[:-1], inputs, dtype=dtype, device=weight.device)
+    rows, total = weight.view(torch.uint8), weight.shape[-2] * inputs // 8
     words = (rows.clone() if rows.storage_offset() % 4 else rows).view(torch.int32)
-    _values[(triton.cdiv(total, WORDS),)](
+    _values[(triton.cdiv(total, WORDS), weight.shape[:-2].numel())](
         words=words,
         rows=rows,
         groups=scales,
-        tables=tables,
+        tables=scales[..., -four_bits.TABLES :],
         out=out,
         total=total,
-        stride=words.shape[1],
+        stride=words.shape[-1],
+        scales=scales.shape[-1],
         PER_ROW=inputs // 8,
         WORDS=WORDS,
         num_warps=8,
@@ -35,8 +36,24 @@ def values(weight, scales, inputs: int, dtype: torch.dtype, after=None) -> torch
 
 @triton.jit
 def _values(
-    words, rows, groups, tables, out, total, stride, PER_ROW: tl.constexpr, WORDS: tl.constexpr
+    words,
+    rows,
+    groups,
+    tables,
+    out,
+    total,
+    stride,
+    scales,
+    PER_ROW: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
+    matrix = tl.program_id(1).to(tl.int64)
+    begin = matrix * (total // PER_ROW) * stride
+    words += begin
+    rows += begin * 4
+    groups += matrix * scales
+    tables += matrix * scales
+    out += matrix * total * 8
     i = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
     inside = i < total
     row, word = i // PER_ROW, i % PER_ROW

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from llm_demo.core.decoder import fused, kept_in_fp32
-from llm_demo.options.four_bits import FourBits, row_bytes
+from llm_demo.core.decoder import FUSED, fused, kept_in_fp32
+from llm_demo.options.four_bits import FourBits
 from llm_demo.options.fp8 import RecipeLinear, give_recipes
 
 
@@ -35,7 +35,8 @@ class Lora(NamedTuple):
     active: int = 0  # of these parameters, those that a token uses
     start: dict | None = None  # the adapters whose values these have before step 1, if any
     read: Callable | None = None  # a factor's name -> its values in them, whole
-    in_4_bits: tuple[int, int] | None = None  # numbers that the base has so, their bytes
+    # numbers that the base has so and their bytes, of linear layers and of experts
+    in_4_bits: tuple[tuple[int, int], tuple[int, int]] | None = None
 
     def facts(self) -> dict:
         """What a checkpoint keeps."""
@@ -126,22 +127,41 @@ def merge_into(
         add(b, a, alpha=lora["alpha"] / lora["rank"])
 
 
+def quantisable(model: nn.Module, prefix: str = "") -> dict[str, nn.Parameter]:
+    """{name: parameter} of what 4 bits are for in a decoder or a block of it: linear layers, but
+    for gates of one output, and experts."""
+    found = {}
+    for name, layer in model.named_modules(prefix=prefix):
+        if ".layers." in name and type(layer) is nn.Linear and layer.out_features > 1:
+            found[f"{name}.weight"] = layer.weight
+    return found | {n: p for n, p in model.named_parameters(prefix=prefix) if fused(n)}
+
+
 def use_four_bits(
     lm: nn.Module, dtype: torch.dtype, read: Callable, names: Container[str]
 ) -> tuple[list[str], list[str]]:
     """Give the blocks of a decoder on the meta device, to be computed in `dtype`, the linear layers
-    whose weights have these names in 4 bits. read: as of FourBits. Returns as give_recipes."""
+    and experts whose weights have these names in 4 bits. read(name): as of FourBits. Returns as
+    give_recipes, with the experts' matrices."""
+
+    from llm_demo.options.four_bits_experts import FourBitsOfExperts
 
     def recipe_of(name, layer):
-        if f"{name}.weight" not in names:
+        name = f"{name}.weight"
+        if name not in names:
             return None
-        shape = tuple(layer.weight.shape)
-        width = row_bytes(shape[1]) // dtype.itemsize
-        packed = torch.empty(shape[0], width, dtype=dtype, device="meta")
-        layer.weight = nn.Parameter(packed, requires_grad=False)
-        return FourBits(shape, dtype, functools.partial(read, f"{name}.weight"))
+        return FourBits(layer, "weight", dtype, functools.partial(read, name))
 
-    return give_recipes(lm, recipe_of)
+    done, left = give_recipes(lm, recipe_of)
+    for name in filter(fused, quantisable(lm)):
+        path, _, kind = name.rpartition(".")
+        (done if name in names else left).append(kind)
+        if name in names:
+            experts = lm.get_submodule(path)
+            how = functools.partial(read, name)
+            recipe = FourBitsOfExperts(experts, kind, dtype, read=how, matrices=len(FUSED[kind]))
+            experts.add_module(f"{kind}_recipe", recipe)
+    return done, left
 
 
 def apply_lora(lm: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
@@ -174,6 +194,7 @@ def adapt_experts(experts: nn.Module, kind: str, lora: Lora) -> None:
     """Give one of the fused matrices of a block's experts its factors: A [experts, rank, inputs]
     and B [experts, outputs, rank]."""
     n, outputs, inputs = getattr(experts, kind).shape
+    inputs = getattr(getattr(experts, f"{kind}_recipe", None), "inputs", inputs)  # of 4 bits
     for name, *shape in (("A", lora.rank, inputs), ("B", outputs, lora.rank)):
         factor = nn.Parameter(torch.empty(n, *shape, device="meta"))
         experts.register_parameter(f"{kind}_lora_{name}", factor)

@@ -401,8 +401,6 @@ def decide_four_bits(args: Args, source, world: World) -> None:
                 "fsdp/train_fsdp.py --lora_rank 16 --base_bits 4, or give a copy in bf16"
             )
         return
-    if experts_of(source.config):
-        raise UserError("--base_bits 4 does not work with mixtures of experts: drop it")
     from llm_demo.options.four_bits_library import need_library
 
     once_per_node(world, need_library)

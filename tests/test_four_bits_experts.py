@@ -1,0 +1,194 @@
+"""Experts in 4 bits under adapters: the trainer's numbers against PEFT over the same values in a
+plain loop, what exists of these values at a time, and files."""
+
+import functools
+import itertools
+
+import pytest
+import test_lora as lora
+import test_moe as moe
+import test_parity as parity
+import test_qwen35 as qwen35
+import torch
+from test_four_bits import nearest
+from test_parity import assert_equal, train
+from tiny_tokenizer import packs_of
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from llm_demo.core.decoder import fused
+from llm_demo.core.experts import _multiply, grouped_product, looped_product
+from llm_demo.model.weights_files import as_in_files
+from llm_demo.options import four_bits_experts
+from llm_demo.options.four_bits_experts import FourBitsOfExperts
+from llm_demo.options.four_bits_library import quantised
+
+
+def rounded(model):
+    """What 4 bits make of a model's layers and of each matrix of an expert, by bitsandbytes."""
+    for key, p in model.named_parameters():
+        layer = model.get_submodule(key.rpartition(".")[0])
+        linear = isinstance(layer, nn.Linear) and len(p) > 1 and p.ndim == 2
+        if ".layers." in key and (linear or fused(key)) and p.shape[-1] % 64 == 0:
+            for matrix in as_in_files(key, p.data).values():
+                matrix.copy_(nearest(matrix))
+
+
+@pytest.fixture(scope="module")
+def mixtures(tmp_path_factory):
+    """(folder of models with experts, (model, targets) -> PEFT's results). Rows of experts end in
+    the middle of a word of 4 bytes. A dense block's down_proj stays in 16 bits."""
+    folder = tmp_path_factory.mktemp("mixtures")
+    models, tokenizer = parity.smaller_vocabulary(moe.MODELS | qwen35.EXPERTS, folder / "tokenizer")
+    parity.write_rows(folder / "data.jsonl")
+    packs = packs_of(str(folder / "data.jsonl"), tokenizer, seq_len=parity.SEQ_LEN)
+    for name in ("qwen", "deepseek", "shared", "experts"):
+        torch.manual_seed(0)
+        models[name].moe_intermediate_size = 192
+        model = AutoModelForCausalLM.from_config(models[name], dtype=torch.float32)
+        for key, p in model.named_parameters():
+            if name in qwen35.EXPERTS:
+                qwen35.change(key, p.data)
+                p.data *= 3 if key == "lm_head.weight" else 1  # its norms are to be clipped
+            elif key.endswith("bias"):
+                nn.init.normal_(p, std=0.05)
+        if name == "deepseek":  # in the last block all tokens choose the first two experts
+            model.model.layers[-1].mlp.gate.e_score_correction_bias[:2] = 10.0
+        for place in (folder, folder / "values"):
+            model.save_pretrained(place / name)
+            tokenizer.save_pretrained(place / name)
+            rounded(model)
+
+    @functools.cache
+    def expected(name, targets):
+        model = lora.with_peft(folder / "values", name, targets)
+        found = parity.plain_loop(model, packs)
+        found["grads"] = [lora.by_our_names(model, step) for step in found["grads"]]
+        return found | {"params": lora.by_our_names(model, found["params"])}
+
+    return folder, expected
+
+
+SPREAD, AGAIN = ["--expert_parallel", "2"], ["--use_activation_checkpointing"]
+CASES = {  # (processes, model, targets, micro, accumulation, further flags)
+    "plain": (1, "qwen", "all-linear", 4, 2, AGAIN),
+    "frozen": (1, "shared", "q_proj,k_proj,v_proj,o_proj", 8, 1, []),
+    "hybrid": (1, "experts", "all-linear", 4, 2, AGAIN),
+    "two": (2, "deepseek", "all-linear", 2, 2, [*AGAIN, "--reshard_after_forward"]),
+    "two_spread": (2, "shared", "all-linear", 1, 4, SPREAD),
+    "two_bf16": (2, "qwen", "all-linear", 2, 2, ["--dtype", "bf16"]),
+}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_equals_peft_over_the_same_values(processes, mixtures):
+    folder, expected = mixtures
+    cases = {}
+    for case, (n, name, targets, micro, accum, more) in CASES.items():
+        if n == processes:
+            also = ["--lora_rank", lora.RANK, "--lora_alpha", lora.ALPHA, "--base_bits", 4, *more]
+            also += ["--lora_targets", targets]
+            cases[case] = parity.argv(folder, name, micro, accum, *map(str, also))
+    for case, (losses, ranks) in train(folder, "fsdp", processes, cases).items():
+        wanted = expected(*CASES[case][1:3])
+        if case != "two_bf16":
+            assert_equal(losses, ranks, wanted, later=5 * parity.TOLERANCE)
+            continue
+        rough, loose = parity.BOUNDS["bf16"]
+        assert losses == pytest.approx(wanted["loss"], rel=rough)
+        for rank in ranks:
+            norms = [step["norm"] for step in rank["steps"]]
+            assert norms == pytest.approx(wanted["norm"], rel=loose)
+
+
+# ---------------------------------------------------------------- one product
+
+
+E, N, K = 6, 160, 192
+
+
+@pytest.fixture
+def block(monkeypatch):
+    """(experts, their values): a module with a matrix of gate and up in 4 bits, [E, N, K]. One
+    expert is unpacked at a time."""
+    monkeypatch.setattr(four_bits_experts, "UNPACKED", N * K)
+    experts, values = nn.Module(), torch.randn(E, N, K)
+    matrices = values.view(2 * E, N // 2, K)
+    packed, scales = map(torch.stack, zip(*map(quantised, matrices), strict=True))
+    for matrix in matrices:
+        matrix.copy_(nearest(matrix))
+    experts.gate_up_proj = nn.Parameter(values.to("meta"))
+    read = functools.partial(tuple, (packed.view(E, N, -1), scales.view(E, 2, -1)))
+    recipe = FourBitsOfExperts(experts, "gate_up_proj", torch.float32, read=read, matrices=2)
+    experts.gate_up_proj_recipe = recipe.to_empty(device="cpu")
+    experts.gate_up_proj = nn.Parameter(recipe.stored(), requires_grad=False)
+    return experts, values
+
+
+def ends_of(rows):
+    return torch.tensor(rows).cumsum(0).to(torch.int32)
+
+
+def watched(call, *given):
+    """(what a call returns, how often an expert was unpacked, the most bytes that it had)."""
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
+        found = call(*given)
+    events = sorted(profile.profiler.kineto_results.events(), key=lambda e: e.start_ns())
+    sizes = [e.nbytes() for e in events if e.name() == "[memory]"]
+    names = [e.name() for e in events]
+    unpacked = names.count("llm_demo::values_of_4_bits") / 4  # for all, one, gate and up
+    return found, unpacked, max(itertools.accumulate(sizes), default=0)
+
+
+@pytest.mark.parametrize("rows", [[4, 2, 3, 1, 1, 9], [0, 0, 0, 0, 0, 0], [0, 7, 5, 0, 0, 0]])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_only_busy_experts_are_unpacked_and_nothing_keeps_values(rows, compiled, block):
+    """One at a time, and again in the backward. The last row is of no expert here."""
+    experts, values = block
+    x, ends, kept = torch.randn(sum(rows) + 1, K, requires_grad=True), ends_of(rows), []
+
+    def call(x):
+        return _multiply(looped_product, experts, "gate_up_proj", x, ends)
+
+    if compiled:
+        call = torch.compile(call, backend="aot_eager", fullgraph=True)
+        call(x)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out, forward, most = watched(call, x)
+    assert max(t.nbytes for t in kept) == experts.gate_up_proj.nbytes < values.nbytes / 7
+    up = torch.randn_like(out)
+    found, backward, later = watched(torch.autograd.grad, out, x, up)
+    assert forward == backward == sum(n > 0 for n in rows)
+    assert max(most, later) < 4 * values[0].nbytes
+    of_rows = values[torch.repeat_interleave(torch.arange(E), torch.tensor(rows))]
+    n = sum(rows)
+    assert torch.allclose(out[:n], torch.einsum("rk,rnk->rn", x[:n], of_rows), atol=1e-4)
+    assert torch.allclose(found[0][:n], torch.einsum("rn,rnk->rk", up[:n], of_rows), atol=1e-4)
+    assert not found[0][n:].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_kernels_of_a_gpu(compiled, block):
+    """The grouped product of what the Triton kernel unpacks, against the loop on a CPU."""
+    from llm_demo.options import four_bits_kernel  # noqa: F401
+
+    experts, _ = block
+    rows = [40, 0, 3, 1, 0, 900]
+    x, up, found = torch.randn(sum(rows), K), torch.randn(sum(rows), N), []
+    weight = experts.gate_up_proj.data
+    for device, dtype, product in (
+        ("cpu", torch.float32, looped_product), ("cuda", torch.bfloat16, grouped_product)
+    ):  # fmt: skip
+        experts.to(device)
+        experts.gate_up_proj.data = weight.to(device).view(dtype)
+        call = functools.partial(_multiply, product, experts, "gate_up_proj")
+        call = torch.compile(call) if compiled and device == "cuda" else call
+        given = x.to(device, dtype).requires_grad_()
+        out = call(given, ends_of(rows).to(device))
+        grad = torch.autograd.grad(out, given, up.to(device, dtype))[0]
+        found.append([t.float().cpu() for t in (out, grad)])
+    for one, other in zip(*found, strict=True):
+        assert parity.relative(other, one) < 1e-2
