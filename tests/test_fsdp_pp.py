@@ -281,20 +281,6 @@ def test_the_launcher_trains_evaluates_and_answers(one_process, heldout, tmp_pat
     assert (config["global_batch"], config["partition"]) == (16, "3,3")
 
 
-WAYS = [(2, "interleaved"), (2, "v"), (4, "1f1b"), (4, "interleaved")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("processes, schedule", WAYS)
-def test_other_schedules_evaluate_and_answer(processes, schedule, one_process, heldout, tmp_path):
-    if 0 < torch.cuda.device_count() < processes:
-        pytest.skip(f"needs {processes} GPUs")
-    accum = {2: "4", 4: "2"}[processes]
-    env = {"NPROC_PER_NODE": str(processes), "GRAD_ACCUM_STEPS": accum, "SCHEDULE": schedule}
-    said = launch(LAUNCHER, tmp_path / "run", *heldout, **env)
-    assert_like(one_process, said, tmp_path / "run")
-
-
 SHARED = [
     (2, 2, "v"), slow(2, 2, "gpipe"), slow(2, 2, "interleaved"), slow(4, 2, "interleaved"),
     slow(4, 4, "1f1b"), slow(3, 3, "v"),

@@ -128,14 +128,6 @@ def test_a_program_that_is_no_python_with_torch_is_named(program, repo, tmp_path
     )
 
 
-def test_a_python_that_does_not_start_says_why(repo):
-    broken = {"PYTHON": sys.executable, "PYTHONIOENCODING": "junk"}
-    done = run(["bash", repo / "fsdp/launch_fsdp.sh"], fresh=True, **broken)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith(f"error: PYTHON={sys.executable} does not start: Fatal Python ")
-    assert "LookupError: unknown encoding: junk" in done.stderr
-
-
 def test_the_debugger_entry_takes_the_launchers_defaults(repo):
     launcher = flags_of(shown(run_shell(repo, "fsdp"))[0]["argv"])
     stale = {**dict.fromkeys(ALONE, "stale"), "PYTHONPATH": str(repo)}

@@ -58,19 +58,6 @@ def test_the_flags_of_the_data_and_a_trained_base_are_kept(folder):
     assert {name: getattr(args, name) for name in flags} == flags
 
 
-def test_the_best_checkpoint_is_exported_after_early_stopping(folder):
-    (folder / "model").mkdir()
-    (folder / "model/chat_template.jinja").write_text("")
-    found = said(folder, steps=9, best=3)
-    assert words(found["export"]) == ["my run/checkpoints/step_00000003", "my run/hf"]
-    assert words(found["chat"]) == ["my run/hf"]
-    merge = said(folder, steps=9, best=3, lora_rank=4)["merge"]
-    assert words(merge)[:2] == ["my run/checkpoints/step_00000003", "my run/merged"]
-    (folder / "hf").mkdir()
-    (folder / "hf/README.md").write_text("FSDP2, 3 optimizer steps, from")
-    assert "export" not in said(folder, steps=9, best=3)
-
-
 def test_commands_are_quoted_and_parse(folder):
     found = said(folder)
     args = export.make_parser().parse_args(words(found["export"]))
