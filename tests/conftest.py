@@ -323,6 +323,22 @@ def pytest_collection_modifyitems(items):
     items.sort(key=place)
 
 
+def pytest_terminal_summary(terminalreporter):
+    """Say how many of the bad inputs tried got one clear line (tests record how many they try)."""
+    tried = {
+        outcome: sum(
+            count
+            for report in terminalreporter.stats.get(outcome, ())
+            for name, count in getattr(report, "user_properties", ())
+            if name == "bad inputs"
+        )
+        for outcome in ("passed", "failed")
+    }
+    if any(tried.values()):
+        clear = f"{tried['passed']} clear / {sum(tried.values())} tried"
+        terminalreporter.write_line(f"bad input: {clear}")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory):
     """Packs and probes of the tests go to a folder of their own, and PyTorch takes one thread."""

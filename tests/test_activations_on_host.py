@@ -128,6 +128,27 @@ def test_attention_runs_once_for_each_block_if_kept(config, keep):
     assert ran == expected
 
 
+def test_a_forward_without_a_backward_leaves_nothing(config):
+    expected = decoder(config)
+    forward(expected).backward()
+    model = decoder(config)
+    host = on_host(model, config)
+    with torch.no_grad():
+        forward(model)
+    assert not host.sent
+    forward(model, first=50)  # its loss is dropped
+    forward(model).backward()
+    grads = zip(model.parameters(), expected.parameters(), strict=True)
+    assert all(torch.equal(p.grad, q.grad) for p, q in grads)
+
+
+def test_only_inputs_of_units_leave_the_device(config):
+    model = decoder(config)
+    model.on_host = ActivationsOnHost(6, (B, S, 1), torch.float32, CPU)
+    forward(model).backward()  # of another shape
+    assert not model.on_host.kept
+
+
 VIEWS = {
     "shape": lambda x: x.view(9, 4) ** 3,
     "stride": lambda x: x.transpose(0, 1) ** 3,

@@ -173,7 +173,8 @@ TENSORS = {  # the same of adapter_model.safetensors
 
 
 @pytest.mark.parametrize("said", [*CONFIGS, *TENSORS])
-def test_what_cannot_be_trained_on_exactly_is_refused(said, work, tmp_path):
+def test_what_cannot_be_trained_on_exactly_is_refused(said, work, tmp_path, record_property):
+    record_property("bad inputs", 1)
     shutil.copytree(work[0] / "tied-adapter", tmp_path / "adapter")
     change(tmp_path / "adapter", CONFIGS.get(said), TENSORS.get(said))
     with refused(said):

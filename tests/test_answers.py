@@ -89,6 +89,11 @@ def test_a_batch_that_does_not_fit_is_made_smaller(monkeypatch):
     assert evaluate.in_batches(None, torch.device("cpu"), work) == "done" and tried[-1] == 32
 
 
+def test_batches_take_the_longest_first_and_no_more_than_fit():
+    lengths = [n * evaluate.TOKENS // 20 for n in (3, 30, 7, 6, 3, 3)]
+    assert list(evaluate.batches(lengths, 3, "x")) == [[1], [2, 3], [0, 4, 5]]
+
+
 def test_seq_len_is_what_models_know_by_default(model, tokenizer, tmp_path):
     model.save_pretrained(tmp_path / "m")
     tokenizer.save_pretrained(tmp_path / "m")

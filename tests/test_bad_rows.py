@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import time
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,10 +12,11 @@ from conftest import refused, run
 from tiny_tokenizer import data_of_a_run, first, golden, make_tokenizer, packs_of, skipped, write
 
 from llm_demo.core.errors import UserError
-from llm_demo.data.check import check_rows
+from llm_demo.data.check import CHECKED, check_rows
 from llm_demo.flags.args import DataArgs
 
 GOOD = {"prompt": "hi", "completion": "yo"}
+TURN = {"role": "user", "content": "hi"}
 YO = "<S>user\nhi<E>\n<S>assistant\n⟦yo<E>⟧\n"
 FAULTS = {  # a row or line, what an error says of it, its reason when it is skipped
     "null": (GOOD | {"completion": None}, "completion must be text, not null"),
@@ -110,6 +112,15 @@ def test_the_first_row_may_be_bad(tmp_path):
         assert said[0] == f"data: {path}: prompt/completion (row 2), 3 rows"
 
 
+def test_reasons_are_few(tmp_path):
+    roles = [{"messages": [{"role": f"role {n}", "content": "x"}]} for n in range(70)]
+    places = [{"messages": [TURN] * n + [TURN | {"content": None}]} for n in range(5)]
+    good = {"messages": [TURN, TURN | {"role": "assistant"}]}
+    path, said = write(tmp_path / "x.jsonl", *places, *roles, good), []
+    assert skipped(load(path, said, skip_bad_rows=True))["bad row: messages[…] must be text"] == 5
+    assert len([line for line in said if line.startswith("data: skipped")]) == 50
+
+
 def test_nothing_but_bad_rows(tmp_path):
     good = write(tmp_path / "good.jsonl", GOOD)
     for rows in (("{\n", "[1]\n"), ({"prompt": 1, "completion": "a"}, GOOD | {"completion": 2})):
@@ -158,11 +169,23 @@ def test_held_out_rows_are_never_skipped(tmp_path, monkeypatch):
     assert [len(packs.row_docs) for packs in load_both()] == [3, 1]
 
 
+def test_a_check_before_ranks_start_is_short(tmp_path):
+    line = json.dumps(GOOD | {"completion": "y" * 100}) + "\n"
+    began = time.process_time()
+    check_rows([write(tmp_path / "x.jsonl", line * CHECKED, "{\n")], DataArgs())  # the ranks do
+    assert time.process_time() - began < 3
+    with refused(f"2 bad rows: .*x.jsonl:1: broken JSON.*; .*x.jsonl:{CHECKED + 2}: broken JSON"):
+        check_rows([write(tmp_path / "x.jsonl", "{\n", line * CHECKED, "{\n")], DataArgs())
+    array = write(tmp_path / "x.json", json.dumps([GOOD, {}]))
+    check_rows([array, "openai/gsm8k:test"], DataArgs())
+
+
 EVALUATE = f"{sys.executable} -m llm_demo.evaluate --models models/qwen3-tiny --data"
 
 
 @pytest.mark.parametrize("command", ["bash fsdp/launch_fsdp.sh --train_json", EVALUATE])
-def test_before_torch_is_imported(command, tmp_path):
+def test_before_torch_is_imported(command, tmp_path, record_property):
+    record_property("bad inputs", 1)
     for heavy in ("torch", "transformers"):
         (tmp_path / f"{heavy}.py").write_text("raise SystemExit('too late')")
     path = write(tmp_path / "x.jsonl", GOOD, "{\n", GOOD, {"prompt": 7, "completion": "yo"})

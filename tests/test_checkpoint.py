@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -148,6 +149,36 @@ def test_keeps_the_last_and_the_best(tmp_path):
     assert not list((tmp_path / "checkpoints").glob(".part-*"))
 
 
+def test_without_room_for_copies_training_waits(tmp_path, monkeypatch):
+    """On this node, whose ranks all make copies."""
+    tensors = {**state(1), **saver.rng_state(WORLD)}.values()
+    of_one = sum(-(-t.nbytes // 64) * 64 for t in tensors)
+    monkeypatch.setattr(saver, "free_host_memory", lambda: 1.5 * of_one / 0.8)
+    for ranks in (1, 2):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        checkpoints = make(folder, save=True, save_every=2)
+        checkpoints.prepare_folder(lambda: state(1), last=False)
+        checkpoints.save(2, state(2), checkpoints.log.facts(), wait=False)
+        waits = any("too little host memory for copies" in line for line in checkpoints.log.said)
+        assert waits == (not checkpoints.thread) == (ranks == 2)
+        checkpoints.finish()
+        assert found(folder)[0] == 2
+
+
+def test_memory_for_the_first_copies_is_there_before_they_are_made(tmp_path):
+    """Also of tensors on the host, as --optimizer_on_host has them: training would wait for it."""
+    checkpoints = make(tmp_path, save=True, save_every=2)
+    checkpoints.prepare_folder(lambda: state(1), last=False)
+    checkpoints.reserving.join()
+    prepared = {name: checkpoints.staged[name].data_ptr() for name in state(2)}
+    checkpoints.save(2, state(2), checkpoints.log.facts(), wait=False)
+    checkpoints.finish()
+    assert {name: checkpoints.staged[name].data_ptr() for name in state(2)} == prepared
+    assert found(tmp_path)[0] == 2
+
+
 def test_other_data_is_refused_with_the_difference_named(tmp_path):
     save(make(tmp_path), 1)
     voice, identity = Voice(tmp_path, lr=0.2), {"seed": 2, "b": 4}
@@ -158,12 +189,38 @@ def test_other_data_is_refused_with_the_difference_named(tmp_path):
     assert voice.said[-1] == "resume: settings changed: lr was 0.1, is 0.2"
 
 
+def test_settings_of_another_script_are_no_change_at_their_defaults(tmp_path):
+    of_fsdp = {"freeze_router": False, "lora_dropout": 0.0, "psgd_rank": 0, "router_aux_loss": 0.0}
+    of_pp = Voice(tmp_path)
+    for name in of_fsdp:
+        del of_pp.settings[name]
+    for step, changed, said in (
+        (1, {}, ""),
+        (2, {"psgd_rank": 8}, "settings changed: psgd_rank was 8, is 0"),
+        (3, {"router_aux_loss": 0.01}, "settings changed: router_aux_loss was 0.01, is 0.0"),
+    ):
+        of_pp.said.clear()
+        save(checkpoints_of(Voice(tmp_path, **of_fsdp | changed), {}, resume=None), step)
+        checkpoints_of(of_pp, {})
+        assert "".join(of_pp.said).removeprefix("resume: ") == said
+
+
 def test_a_checkpoint_of_an_earlier_version_is_refused(tmp_path):
     checkpoints = make(tmp_path)
     del checkpoints.identity["tokens and labels"]
     save(checkpoints, 1)
     with pytest.raises(UserError, match="tokens and labels was None, is .*add --resume_anyway"):
         make(tmp_path)
+
+
+def test_a_file_that_rank_0_does_not_see_is_published_by_nobody(tmp_path, monkeypatch):
+    """As another node's, whose --output_dir is a folder of its own."""
+    exists = Path.exists
+    unseen = lambda path: path.suffix != ".distcp" and exists(path)  # noqa: E731
+    monkeypatch.setattr(Path, "exists", unseen)
+    with pytest.raises(UserError, match="rank 0 can't see __0_0.distcp: all nodes must share"):
+        save(make(tmp_path), 1)
+    assert not list((tmp_path / "checkpoints").iterdir())
 
 
 @pytest.mark.parametrize("in_background", [False, True])

@@ -1,8 +1,11 @@
 """The templates in cluster/: what they run, with stand-ins for Slurm's and SkyPilot's commands."""
 
 import os
+import re
 import shutil
+import signal
 import subprocess
+import time
 
 import pytest
 import yaml
@@ -94,6 +97,47 @@ def test_a_job_is_requeued_if_its_run_has_saved(code, state, requeued, slurm, tm
             "RESUME=auto", "OUTPUT_DIR=runs/slurm-31", "SAVE_EVERY=200", "STOP_MINUTES=8",
             "JOIN_SECONDS=600", "SRUN_CPUS_PER_TASK=32", "--lr 1e-4 --seed a b",
         ]  # fmt: skip
+
+
+# Ends as a launcher does that has saved because of SIGTERM.
+SAVES = """
+trap 'exit 75' TERM
+touch seen-$NODE_RANK
+for ((i = 0; i < 600; i++)); do sleep 0.05; done
+"""
+
+
+def test_the_batch_shell_outlives_its_own_sigterm(slurm, tmp_path):
+    (tmp_path / "launcher.sh").write_text(SAVES)
+    job = slurm("launcher.sh")
+    until = time.monotonic() + 20
+    while len([*tmp_path.glob("seen-*")]) < 2:
+        assert job.poll() is None and time.monotonic() < until, job.stdout.read()
+        time.sleep(0.05)
+    job.send_signal(signal.SIGTERM)  # first: bash acts on it once srun has ended
+    for task in (tmp_path / "tasks").read_text().split():
+        os.kill(int(task), signal.SIGTERM)
+    said, _ = job.communicate(timeout=30)
+    assert job.returncode == 75 and calls(tmp_path) == ["requeue 31"], said
+
+
+def test_what_slurm_reads():
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", BATCH.read_text(), re.M))
+    assert options["ntasks-per-node"] == "1" and "requeue" in options
+    name, seconds = options["signal"].split("@")
+    assert name == "TERM"  # of the steps, without B:, which is the shell alone
+    stop = int(re.search(r"STOP_MINUTES:-(\d+)", BATCH.read_text())[1])
+    assert 60 * stop < int(seconds)
+
+
+def test_the_keys_and_types_of_skypilots_task():
+    task = yaml.safe_load(TASK.read_text())
+    assert {*task} == {
+        "name", "num_nodes", "workdir", "resources", "volumes", "envs", "setup", "run",
+    }  # fmt: skip
+    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
+    assert all(isinstance(value, str) for value in task["envs"].values())
+    assert task["num_nodes"] >= 1 and task["envs"]["OUTPUT_DIR"].startswith(tuple(task["volumes"]))
 
 
 @pytest.mark.parametrize("gpus", [0, 8])

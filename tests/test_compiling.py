@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -78,6 +79,14 @@ def test_the_probe_compares_block_and_loss_with_plain_ones(impl):
             assert compare(torch.float32) > 1e-2, what
 
 
+@pytest.mark.parametrize("asked, dtype", [(None, "bf16"), (True, "fp16")])
+def test_the_probe_tests_what_the_run_would_compile(asked, dtype):
+    probe = Mock(return_value="wrong")
+    found = choose_compile(asked, H100, "varlen", dtype=DTYPES[dtype], probe=probe)
+    probe.assert_called_once_with("compile", dtype, "varlen")
+    assert found == (False, "torch.compile does not work here: wrong")
+
+
 @pytest.mark.parametrize("card", CARDS)
 def test_the_table_of_cards(card):
     """Of docs/attention.md."""
@@ -132,3 +141,29 @@ def test_compiled_blocks_give_the_same_numbers(checkpointing, impl, window):
     assert len(graphs) == 1
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", ["sdpa", "math"])
+def test_graphs_of_blocks_can_be_cached(impl):
+    """Else every run would trace and differentiate them again, which takes seconds a graph."""
+    from torch._functorch._aot_autograd.autograd_cache import check_cacheable
+
+    config = load_config(ROOT / "models/qwen3-tiny", 32)
+    lm = skeleton(config, impl)
+    block = materialise(lm, "model.layers.0", None, 1, torch.device("cpu"))
+    unit, cu = Blocks([block], checkpointing=False), torch.tensor([0, 32], dtype=torch.int32)
+    graphs = []
+
+    def keep(graph, example):
+        graphs.append(graph)
+        return graph
+
+    with compiler(keep):
+        decoder.compile_forward(unit)
+    hidden = torch.randn(1, 32, config.hidden_size)
+    positions = position_ids(cu, (1, 32))
+    documents = make_documents(cu, (1, 32), impl, torch.device("cpu"))
+    unit(hidden, lm.model.rotary_emb(hidden, positions), positions, documents)
+    (graph,) = graphs
+    assert "_sdpa_kernel" in graph.code
+    check_cacheable(graph)

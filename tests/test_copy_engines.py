@@ -7,6 +7,7 @@ import torch
 from conftest import torchrun
 
 from fsdp import copy_engines, fsdp2
+from fsdp.build import choose_engines
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
 from llm_demo.core.timer import CommTimer
@@ -84,6 +85,25 @@ def test_the_choice(asked, device, world, change, chosen, reason, monkeypatch):
 
 def fails(*_):
     raise RuntimeError("no memory\nand more")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may gain")
+@pytest.mark.parametrize(
+    "size, reason", [(99_999_999, "units of 100M"), (100_000_000, "NVIDIA GPUs only")]
+)
+def test_fsdp_gathers_large_blocks_by_copy_engines(size, reason, alone):
+    """The larger of two units has this many parameters. Shared ones count once."""
+
+    def unit(n):
+        made = torch.nn.Module()
+        made.a = made.b = torch.nn.Parameter(torch.empty(n, device="meta"))
+        return made
+
+    said, facts = [], {}
+    log = SimpleNamespace(say=said.append, resolved=facts.update)
+    world = World(0, 1, 0, torch.device("cpu"))
+    assert not choose_engines(None, world, None, [unit(4), unit(size)], log)
+    assert reason in said[0] and facts == {"copy_engines": False}
 
 
 def test_the_timer_sees_what_fsdp_copies(monkeypatch):

@@ -3,7 +3,9 @@
 import dataclasses
 import itertools
 import os
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +14,11 @@ from tiny_tokenizer import write as write_rows
 
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import Slice, collate, order_rows, real_tokens, step_rows
-from llm_demo.data.packs import best_fit, prompts_of
+from llm_demo.data.packs import best_fit, describe_example, prompts_of
+from llm_demo.machine import files
+from llm_demo.run.plan import with_max_docs
 
+SHARED = Path(__file__).parents[2] / "shared"
 TEXTS = ["a" * (i % 13) + f"{i:03d}" for i in range(200)]  # documents of 4 to 16 tokens with eos
 
 
@@ -229,6 +234,15 @@ def test_without_shuffling_every_epoch_is_in_file_order(tmp_path, packs):
     assert first == sorted(first)
 
 
+def test_training_and_held_out_rows_have_one_shape(tmp_path, packs):
+    single = load(write(tmp_path / "x.jsonl"), pack=False)
+    assert packs.max_docs > single.max_docs == 2
+    for train, heldout in ((single, packs), (packs, single), (packs, None)):
+        data = with_max_docs(train, heldout)
+        assert data.max_docs == packs.max_docs
+        assert all(rows.max_docs == packs.max_docs for rows in data.packs())
+
+
 def test_collate(tmp_path):
     packs = load(write(tmp_path / "x.jsonl", ["abc", "defgh", "ijklmnopqrs"]), seq_len=16)
     assert [packs.row(i)[2] for i in range(2)] == [[4, 12], [6, 10]]
@@ -313,3 +327,39 @@ def test_cache_folder_from_the_environment(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write to the cache .*/file: File exists; set LLM_"):
         load(str(tmp_path / "x.jsonl"), cache_dir=str(tmp_path / "file"))
+
+
+def test_what_killed_builds_have_left_is_removed_after_a_day(tmp_path):
+    folder = tmp_path / "cache"
+    for name, age in (("building-old", 2 * files.DAY), ("building-new", files.DAY // 2)):
+        (folder / name / "built").mkdir(parents=True)
+        for file in (folder / name / "built", folder / name):
+            os.utime(file, (0, time.time() - age))
+    load(write(tmp_path / "x.jsonl"))
+    assert [name for name in os.listdir(folder) if name.startswith("building-")] == ["building-new"]
+
+
+def test_the_slower_of_two_builders_uses_the_other_ones_files(tmp_path):
+    folder = tmp_path / "cache/pack"
+
+    def write_as(who):
+        return lambda built: Path(built, "a").write_text(who)
+
+    def overtaken(built):
+        files.build(str(folder), write_as("the faster one"))
+        write_as("the slower one")(built)
+
+    files.build(str(folder), overtaken)
+    assert (folder / "a").read_text() == "the faster one" and files.verified(str(folder))
+    assert os.listdir(tmp_path / "cache") == ["pack"]
+
+
+def test_describe_example(tmp_path):
+    packs = load(write_rows(tmp_path / "x.jsonl", {"prompt": "hi", "completion": "y\u00e9"}))
+    text = "<S>user\nhi<E>\n<S>assistant\n⟦yé<E>⟧\n"
+    assert describe_example(packs, make_tokenizer()) == text
+
+    text = TEXTS[12] * 300  # 4,500 letters
+    packs = load(write(tmp_path / "x.jsonl", [text]), seq_len=8192)
+    first, last = describe_example(packs, make_tokenizer()).split("\n[... 1,505 characters ...]\n")
+    assert first == f"{text[0]}⟦{text[1:1499]}" and last == f"{text[-1496:]}<E>⟧"

@@ -1,9 +1,12 @@
 """Decisions by vendor and architecture, on faked devices and files."""
 
+import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import ROOT, run
 
 from llm_demo.core.errors import UserError
 from llm_demo.launch.__main__ import this_node
@@ -127,7 +130,8 @@ def test_nvidias_gpus_are_counted_but_not_opened(monkeypatch):
     ([("NVIDIA V100", "sm_70", 80)], None, "no code for sm_70: install a PyTorch build"),
     ([("NVIDIA RTX 5090", "sm_120", 170)], None, "no code for sm_120: install a PyTorch build"),
 ])  # fmt: skip
-def test_gpus_that_cant_be_used_are_refused(gpus, hip, words, monkeypatch):
+def test_gpus_that_cant_be_used_are_refused(gpus, hip, words, monkeypatch, record_property):
+    record_property("bad inputs", 1)
     fake(monkeypatch, *gpus, hip=hip, archs=WHEEL if hip else ["sm_80", "sm_90"])
     with pytest.raises(UserError) as error:
         devices.refuse_gpus(range(len(gpus)))
@@ -143,3 +147,25 @@ def test_gpus_that_cant_be_used_are_refused(gpus, hip, words, monkeypatch):
 def test_code_for_a_gpu(arch, archs, expected, monkeypatch):
     fake(monkeypatch, ("a GPU", arch, 1), hip="6.4" if arch[0] == "g" else None, archs=archs)
     assert (devices.no_code(this_device()) == "") == expected
+
+
+MIXED = f"""
+import sys
+import pytest
+sys.path.insert(0, {str(ROOT / "tests")!r})
+from test_device import MI100, WHEEL, XTX, fake
+from llm_demo.machine import dist
+fake(pytest.MonkeyPatch(), MI100, XTX, archs=WHEEL)
+dist.run(dist.start)
+"""
+
+
+def test_two_kinds_of_gpu_end_every_rank_in_one_line(tmp_path, record_property):
+    record_property("bad inputs", 1)
+    (tmp_path / "mixed.py").write_text(MIXED)
+    launch = [sys.executable, "-m", "llm_demo.launch", tmp_path / "mixed.py"]
+    begun = time.monotonic()
+    done = run(launch, NPROC_PER_NODE="2")
+    assert done.returncode == 2 and time.monotonic() - begun < 30
+    assert done.stderr.startswith("error: the GPUs of a run must be of one kind")
+    assert done.stderr.count("\n") == 1

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import termios
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -237,6 +238,77 @@ def test_ctrl_c_while_it_starts_is_one_line(kind, moment, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_ctrl_c_in_set_up_and_in_the_other_programs(tmp_path):
+    slow = tmp_path / "python"
+    slow.write_text("#!/bin/sh\nexec sleep 20\n")
+    slow.chmod(0o755)
+    shutil.copy(ROOT / "setup.sh", tmp_path)  # .venv in the checkout may be ready already
+    data = ROOT / "data/first_run.jsonl"
+    evaluate = ["-m", "llm_demo.evaluate", "--models", ROOT / "models/qwen3-tiny", "--data", data]
+    (tmp_path / "run/checkpoints/step_00000001").mkdir(parents=True)
+    export = ["-m", "llm_demo.export", tmp_path / "run", tmp_path / "out"]
+    programs = [
+        started(["bash", tmp_path / "setup.sh"], env={"PYTHON": str(slow), "SETUP_DRY_RUN": "1"}),
+        started([sys.executable, *evaluate]),
+        started([sys.executable, *export]),
+    ]
+    wait_for(lambda: psutil.Process(programs[0].pid).children())
+    for program in programs[1:]:
+        maps = Path(f"/proc/{program.pid}/maps")
+        wait_for(lambda maps=maps: "torch" in maps.read_text())
+    for program in programs:
+        os.killpg(program.pid, signal.SIGINT)
+    for program in programs:
+        said, errors = program.communicate(timeout=20)
+        assert program.returncode == 130 and said + errors == errors
+        assert errors.startswith("error: stopped by SIGINT") and errors.count("\n") == 1
+
+
+PARENT = """
+import os, subprocess, sys
+env = {"LLM_DEMO_PARENT": str(os.getpid())} if sys.argv[2] == "signal" else {}
+subprocess.Popen([sys.executable, "-c", *sys.argv[1:]], env={**os.environ, **env})
+os.read(0, 1)
+"""
+CHILD = """
+import os, sys, time
+from llm_demo.machine import process
+if sys.argv[1] == "thread":
+    process.LIBC = None
+    process.end_with_parent(os.getppid())
+print(os.getpid(), flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("how", ["signal", "thread"])
+def test_a_child_ends_with_its_parent(how):
+    """By Linux's signal, as a probe does, and by what other systems have instead."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, CHILD, how], cwd=ROOT, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    wait_for(lambda: not running([child]), seconds=5)
+
+
+@pytest.mark.parametrize(
+    "encoding, errors, text, said",
+    [
+        ("latin-1", "strict", "\u27e6é\u27e7", b"?\xe9?\n"),
+        ("utf-8", "surrogateescape", "half a pair: \udfff", b"half a pair: ?\n"),  # as in locale C
+    ],
+)
+def test_characters_that_the_console_lacks(encoding, errors, text, said, tmp_path):
+    with open(tmp_path / "out", "w", encoding=encoding, errors=errors) as out:
+        with contextlib.redirect_stdout(out):
+            process.outlive_terminal()
+            print(text, flush=True)
+    assert (tmp_path / "out").read_bytes() == said
+
+
 def test_a_terminal_obeys_nothing_that_is_printed(tmp_path):
     """But progress bars, one above the other."""
     orders = "".join(map(chr, [*range(9), *range(11, 32), *range(127, 160), 0x202E, 0x2066]))
@@ -357,3 +429,9 @@ def test_a_full_gpu_is_one_line_with_advice(error):
     assert line.endswith("in this order: 1. --micro_batch_size") and "\n" not in line
     other = torch.distributed.DistBackendError("NCCL error in: x\nunhandled system error")
     assert dist.verdict(other, None, None) == (1, "", False)
+
+
+def test_too_many_open_files_are_one_line():
+    error = RuntimeError("[enforce fail at socket.cc:24] socket: Too many open files")
+    line = "rank 0: Too many open files: raise the limit of ulimit -n"
+    assert dist.verdict(error, None, None) == (1, line, False)

@@ -8,12 +8,14 @@ import pytest
 import torch
 from conftest import ROOT, TINY, ZERO, logged, slow, smaller_model, train_cases
 
+from llm_demo.core.decoder import skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.timer import CommTimer
-from llm_demo.model.costs import sizes_of
+from llm_demo.model.costs import sizes_of, unit_sizes
 from llm_demo.model.source import load_config
-from llm_demo.run.cut import costs, split
+from llm_demo.run.cut import costs, describe_split, split
 from pp import deepspeed_base, ds_engine, ds_patches
+from pp.ds_engine import layer_specs
 from zero import ds_engine as zero_engine
 
 QWEN = load_config(ROOT / "models/qwen3-0.6b", 1024)
@@ -31,6 +33,29 @@ def test_balanced_split_counts_both_ends():
     assert split(SIZES, 3, "uniform", 8, 1024, False) == [10, 9, 9]
     assert split(SIZES, 2, "parameters", 8, 1024, False) == [14, 14]
     assert split(SIZES, 2, "20,8", 8, 1024, False) == [20, 8]
+
+
+@pytest.mark.parametrize(
+    "model, micro, checkpointing, pieces, work, within",
+    [  # ms of a micro-batch on each stage of 1F1B or DualPipeV; within: more for unsteady steps
+        ("qwen3-0.6b", 8, False, [18, 10], (38.3, 35.3), 0.03),
+        ("qwen3-0.6b", 8, False, [9, 9, 9, 1], (35.5, 36.6), 0.03),
+        ("qwen3-0.6b", 8, True, [17, 11], (45.4, 43.1), 0.03),
+        ("qwen3-0.6b", 8, True, [9, 8, 8, 3], (48.9, 40.8), 0.08),
+        ("qwen3-8b", 2, False, [20, 16], (98.0, 90.3), 0.03),
+        ("qwen3-8b", 2, False, [10, 10, 10, 6], (94.3, 94.5), 0.03),
+    ],
+)
+def test_costs_are_those_measured(model, micro, checkpointing, pieces, work, within):
+    """On two H200 (h200-x2/teff.jsonl, speed.jsonl): step_ms without exposed communication."""
+    config = load_config(ROOT / "models" / model, 1024)
+    first, blocks, last = costs(sizes_of(config), micro, 1024, checkpointing)
+    begun = list(itertools.accumulate(pieces, initial=0))
+    each = [sum(blocks[a:b]) for a, b in itertools.pairwise(begun)]
+    each[0] += first
+    each[-1] += last
+    stages = each if len(each) == 2 else [each[0] + each[3], each[1] + each[2]]
+    assert stages[0] / stages[1] == pytest.approx(work[0] / work[1], rel=within)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
@@ -59,6 +84,22 @@ def test_splits_that_do_not_fit():
     ):
         with pytest.raises(UserError, match=message):
             split(sizes_of(load_config(TINY, 1024)), stages, partition, 4, 1024, False)
+
+
+def test_bounds_and_their_description():
+    lm = skeleton(QWEN, "math")
+    for counts, unit, bounds in (
+        ([18, 10], 1, [0, 19, 31]),  # embedding + 18 blocks | 10 blocks + norm + head
+        ([18, 10], 0, [0, 6, 11]),  # in units of 4, 4, 4, 3, 3 | 4, 3, 3
+        ([28], 1, [0, 31]),
+        ([10, 9, 9], 3, [0, 5, 8, 13]),
+    ):
+        sizes = [unit_sizes(QWEN, count, unit) for count in counts]
+        layers, made = layer_specs(lm.config, None, sizes, [None] * len(counts), False, None)
+        assert made == bounds and len(layers) == bounds[-1]
+    said = describe_split([14, 14], [0, 1], SIZES, 8, 1024, False)
+    assert "stage 0: 14 blocks 41% of the work" in said
+    assert "stage 1: 14 blocks + head 59% of the work; the largest share is 1.19 x the mean" in said
 
 
 def test_an_old_deepspeed_is_refused():
@@ -103,6 +144,21 @@ def test_engine_config(dtype):
     sums = None if dtype == torch.float32 else {"grad_accum_dtype": "fp32"}
     assert config.get("data_types") == sums
     assert ("bf16" in config, "fp16" in config) == (dtype == torch.bfloat16, dtype == torch.float16)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_zeros_engine_config(stage, compiled):
+    """Stage 3 would overlap by default, and its linear layer can't be compiled."""
+    switches = zero_engine.zero_switches(str(ROOT / f"zero/ds_zero{stage}.json"))
+    compute = SimpleNamespace(dtype=torch.bfloat16, compile=compiled)
+    config = zero_engine.zero_config(switches, FLAGS, compute)
+    zero = deepspeed_base.DeepSpeedZeroConfig(**config["zero_optimization"])
+    assert zero.stage == stage and zero.overlap_comm is False
+    assert zero.memory_efficient_linear != (stage == 3 and compiled)
+    assert config["zero_force_ds_cpu_optimizer"] is False
+    assert config["train_micro_batch_size_per_gpu"] == 3 and "bf16" in config
+    assert "overlap_comm" not in switches["zero_optimization"]  # left as they are
 
 
 def test_switches_are_as_deepspeed_reads_them(tmp_path):

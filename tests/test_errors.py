@@ -6,10 +6,13 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import socket
+import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 import torch
 from conftest import (
@@ -17,14 +20,20 @@ from conftest import (
     LAUNCHERS,
     ROOT,
     TINY,
+    environment,
+    logged,
+    processes_with,
+    python,
     refused,
     run,
     run_alone,
     script_of,
+    smaller_model,
 )
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from llm_demo import fit
 from llm_demo.machine.dist import run as run_main
 from llm_demo.machine.dist import start
 from llm_demo.model.families import FAMILIES
@@ -162,8 +171,9 @@ WITH_EXPERTS = f"{MODEL} {shlex.quote(str(ROOT / 'models/qwen3-moe-tiny'))} {NO_
 OFFLOAD = f"--deepspeed_config {shlex.quote(str(ROOT / 'zero/ds_zero3_offload.json'))}"
 
 
-def test_bad_input_of_two_processes(folder):
+def test_bad_input_of_two_processes(folder, record_property):
     """Through the launcher: one line and an exit code."""
+    record_property("bad inputs", 1)
     flags = f"--train_json broken.jsonl --output_dir new {ONE_BLOCK}"
     env = {"PYTHON": sys.executable, "MAX_STEPS": "2", "NPROC_PER_NODE": "2"}
     started = time.monotonic()
@@ -266,7 +276,8 @@ CASES = [(kind, flags, message) for kinds, flags, message in BAD for kind in kin
 
 
 @pytest.mark.parametrize("kind, flags, message", CASES)
-def test_bad_input_of_one_process(kind, flags, message, folder, monkeypatch):
+def test_bad_input_of_one_process(kind, flags, message, folder, monkeypatch, record_property):
+    record_property("bad inputs", 1)
     script = script_of(kind)
     defaults = "--train_json good.jsonl --output_dir new --max_steps 1".split()
     defaults += ["--stages", "1"] * (kind in ("pp", "fsdp_pp"))
@@ -275,6 +286,46 @@ def test_bad_input_of_one_process(kind, flags, message, folder, monkeypatch):
     with refused(message):
         run_alone(monkeypatch, script, *defaults, *shlex.split(flags))
     nothing_is_lost(folder)
+
+
+@pytest.mark.parametrize("model, flag, message", [
+    ("gpt2", "", "gpt2 has no test of its own"),
+    ("mrope", "", "mrope/config.json: the rotary type mrope is not one of default,"),
+    ("trained", "--seq_len=4096", "--seq_len 4096: trained has positions up to 2048"),
+    ("window", "--ckpt=1", "unrecognized arguments: --ckpt=1"),
+    ("window", "--memory=", "--memory: : must be a number"),
+])  # fmt: skip
+def test_bad_input_of_fit(model, flag, message, folder, monkeypatch, record_property):
+    record_property("bad inputs", 1)
+    monkeypatch.chdir(folder)
+    flags = ["--cards=2", "--memory=32", "--tokens_a_step=65536", *flag.split()]
+    with refused(re.escape(message)):
+        fit.main([model, *flags])
+
+
+def test_a_dying_rank_takes_all_along(folder, kind="fsdp"):
+    mark = f"{folder} {kind}"
+    env = environment(PYTHON=python(), MAX_STEPS="5000", NPROC_PER_NODE="2", A_TEST=mark)
+    env |= {"SEQ_LEN": "32", "MICRO_BATCH_SIZE": "1", "EVAL_JSON": "none", "LOG_EVERY": "1"}
+    env |= {"MODEL": smaller_model(folder / f"tiny {kind}")}
+    launcher = subprocess.Popen(
+        ["bash", LAUNCHERS[kind], "--train_json", "good.jsonl", "--output_dir", f"dies {kind}"],
+        cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    for line in launcher.stdout:
+        if line.startswith("step 3/"):
+            break
+    children = [p for p in processes_with(A_TEST=mark) if p.pid != launcher.pid]
+    ranks = {c.environ()["RANK"]: c for c in children if "RANK" in c.environ()}
+    killed = time.monotonic()
+    ranks["1"].send_signal(signal.SIGKILL)
+    _, err = launcher.communicate(timeout=20)
+    assert time.monotonic() - killed < 10
+    assert launcher.returncode == 128 + signal.SIGKILL
+    assert err.strip().splitlines()[-1].startswith("error: rank 1 died of SIGKILL")
+    assert "Traceback" not in err
+    assert not any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in children)
+    assert len(logged(folder / f"dies {kind}")) >= 3
 
 
 ENVIRONMENT = [
@@ -288,7 +339,8 @@ ENVIRONMENT = [
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would take the first GPU")
 @pytest.mark.parametrize("environ, message", ENVIRONMENT)
-def test_an_environment_without_a_group_is_one_line(environ, message, monkeypatch):
+def test_an_environment_without_a_group_is_one_line(environ, message, monkeypatch, record_property):
+    record_property("bad inputs", 1)
     for name in ALONE:
         monkeypatch.setenv(name, "")  # what the call sets is gone afterwards
     for name, value in environ.items():
@@ -298,7 +350,8 @@ def test_an_environment_without_a_group_is_one_line(environ, message, monkeypatc
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would take the first GPU")
-def test_a_port_in_use_is_one_line(ended, monkeypatch, capsys):
+def test_a_port_in_use_is_one_line(ended, monkeypatch, capsys, record_property):
+    record_property("bad inputs", 1)
     with socket.create_server(("127.0.0.1", 0)) as busy:
         place = ALONE | {"WORLD_SIZE": 2, "MASTER_PORT": busy.getsockname()[1]}
         for name, value in place.items():
@@ -317,7 +370,8 @@ def test_a_port_in_use_is_one_line(ended, monkeypatch, capsys):
         (["-m", "llm_demo.report", "run"], "MPLBACKEND"),
     ],
 )
-def test_an_environment_that_an_import_refuses_is_one_line(command, name):
+def test_an_environment_that_an_import_refuses_is_one_line(command, name, record_property):
+    record_property("bad inputs", 1)
     done = run([sys.executable, *command], fresh=True, **{name: "junk"})
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert done.stderr.startswith(f"error: {name} in the environment: ")

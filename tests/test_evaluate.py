@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import TINY
+from conftest import TINY, refused
 from test_families import MODELS as FAMILIES
 from test_parity import MODELS
 from tiny_tokenizer import packs_of
@@ -98,6 +98,11 @@ def test_loss_and_answers_are_those_of_plain_transformers(batch, folder):
         assert shown["expected"].strip() == row["answer"].strip()
 
 
+def test_no_answer_is_generated_if_none_is_shown(folder):
+    found = evaluated(folder / "base", arguments(folder, "--rows", "2", "--show", "0"))
+    assert found["files"][0]["rows"] == 2 and found["files"][0]["answers"] == []
+
+
 def test_the_command_writes_a_table_and_json(folder, tmp_path, capsys):
     flags = arguments(folder, "--out", tmp_path, "--rows", "4")
     regex = ["--answer_regex", r"#### (-?[\d,.]+)"]
@@ -111,6 +116,24 @@ def test_the_command_writes_a_table_and_json(folder, tmp_path, capsys):
     assert text.count("- expected: ") == 3 and "/tuned: " in text
 
 
+def test_all_models_get_rows_that_the_shortest_can_take(folder, tmp_path):
+    """Without --seq_len: the fewest positions of any."""
+    models = []
+    for positions in (256, 128):
+        copy = tmp_path / str(positions)
+        shutil.copytree(folder / "base", copy)
+        config = json.loads((copy / "config.json").read_text())
+        (copy / "config.json").write_text(
+            json.dumps(config | {"max_position_embeddings": positions})
+        )
+        models.append(str(copy))
+    flags = arguments(folder, "--out", tmp_path / "out", "--rows", "1", "--show", "0")
+    at = flags.index("--seq_len")
+    del flags[at : at + 2], flags[1:3]
+    evaluate.main([flags[0], *models, *flags[1:]])
+    assert json.loads((tmp_path / "out/evaluation.json").read_text())["seq_len"] == 128
+
+
 def test_the_date_that_a_template_prints(folder, tmp_path, capsys):
     shutil.copytree(folder / "base", tmp_path / "dated")
     template = tmp_path / "dated/chat_template.jinja"
@@ -119,6 +142,21 @@ def test_the_date_that_a_template_prints(folder, tmp_path, capsys):
     found = evaluated(tmp_path / "dated", arguments(folder, *flags))
     assert "dated: the chat template prints the date, here 2026-07-04" in capsys.readouterr().err
     assert found["files"][0]["answers"][0]["prompt"] == "why "  # as the user wrote it
+
+
+def test_the_table_is_printed_if_it_can_t_be_written(folder, tmp_path, capsys):
+    (tmp_path / "out/evaluation.json").mkdir(parents=True)
+    with refused(f"--out {tmp_path}/out: .*Is a directory"):
+        evaluate.main(arguments(folder, "--out", tmp_path / "out", "--rows", "1", "--show", "0"))
+    assert capsys.readouterr().out.count("| x.jsonl |") == 1
+
+
+@pytest.mark.parametrize("content", ["[]", "null", '{"cache_implementation": "zzz"}'])
+def test_a_file_that_only_transformers_reads(content, folder, tmp_path):
+    shutil.copytree(folder / "base", tmp_path / "model")
+    (tmp_path / "model/generation_config.json").write_text(content)
+    with refused("/model: "):
+        evaluated(tmp_path / "model", arguments(folder))
 
 
 @pytest.mark.parametrize("batch", ["1", "3"])
@@ -138,6 +176,21 @@ def test_the_share_answered_exactly(batch, folder, tmp_path):
     found = evaluated(folder / "base", flags)
     assert found["files"][0]["answered_exactly"] == 3 / 5
     assert "| 60.0% |" in evaluate.markdown([found])
+
+
+def test_answers_to_other_rows_are_not_put_side_by_side():
+    def of(model, *rows):
+        answers = [{"prompt": f"{r}?", "answer": f"{r} by {model}", "expected": r} for r in rows]
+        figures = {"file": "x.jsonl", "rows": len(rows), "loss": 1.0, "perplexity": 2.7}
+        figures["answered_exactly"] = 0.5
+        return {"model": model, "files": [{**figures, "tokens": 3, "answers": answers}]}
+
+    together = evaluate.markdown([of("a", "one", "two"), of("b", "one", "two")])
+    assert "different rows" not in together and together.count("**x.jsonl, row 2**") == 1
+    assert "- a: two by a\n- b: two by b" in together
+    for other in (of("b", "two", "three"), of("b", "two")):
+        apart = evaluate.markdown([of("a", "one", "two"), other])
+        assert "read different rows of x.jsonl (a 2, b " in apart and "expected" not in apart
 
 
 def test_results_of_answers():

@@ -1,20 +1,24 @@
 """The experts' function and the routers, against Hugging Face's own in fp64 or a plain formula."""
 
 import copy
+from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import args_with
 from test_attention import A100, CPU, H100, MI300
 from torch import nn
-from transformers import DeepseekV3Config, Qwen3MoeConfig
+from transformers import DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+from fsdp.by_memory import choose_spread
 from llm_demo.core.decoder import Blocks
 from llm_demo.core.experts import PRODUCTS, Routers, looped_product, sorted_experts
+from llm_demo.core.mesh import World
 from llm_demo.options.lora import Lora, adapt_experts
-from llm_demo.run.choices import choose_product, why_not_compiled
+from llm_demo.run.choices import choose_product, decide_compute, why_not_compiled
 
 D, E, K = 32, 8, 2
 SIZES = dict(hidden_size=D, moe_intermediate_size=16, num_experts_per_tok=K, hidden_act="silu")
@@ -129,6 +133,22 @@ def test_weights_of_a_token_are_not_rounded():
     product = nn.functional.silu(gate) * up
     assert found[:, :wide].equal((product * weight).bfloat16())
     assert not found[:, :wide].equal(product * weight.bfloat16())
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_adapters_are_their_products_sum(name, lora):
+    """Against experts with W + scale B A in place of W."""
+    _, ours, _ = experts_of(name)
+    _, other, _ = experts_of(name)
+    adapted(ours.experts)
+    with torch.no_grad():
+        for kind in ("gate_up_proj", "down_proj"):
+            b, a = (getattr(ours.experts, f"{kind}_lora_{x}") for x in "BA")
+            getattr(other.experts, kind).add_(b @ a, alpha=12.0 / 6 if lora else 0)
+    x = torch.randn(1, 60, D).double()
+    mine, theirs = ours(x), other(x)
+    assert ((mine - theirs).norm() < 1e-6 * theirs.norm()) == lora
 
 
 class NaNAfter(torch.autograd.Function):
@@ -301,6 +321,49 @@ def test_auxiliary_loss(alone):
         (0 * weights.sum()).backward()
     close([weight.grad], [4.0 * expected], 1e-5)
     assert routers.take_load().sum() == K * (60 + 85)  # the pass is not counted
+
+
+@pytest.mark.skipif(why_not_compiled("looped") is not None, reason="transformers is too old")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_blocks_share_compiled_code(name):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    x = torch.randn(1, 24, D)
+    for _ in range(3):
+        theirs, ours, _ = experts_of(name, dtype=torch.float32)
+        compiled = torch.compile(ours.forward, backend="aot_eager", dynamic=False)
+        close([compiled(x)], [theirs(x)], 1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize(
+    "asked, reason", [(None, "on a CPU"), (True, "does not work here: the looped product's")]
+)
+def test_blocks_are_not_compiled_if_their_backward_cannot_be(asked, reason, alone, monkeypatch):
+    """Nor those of the looped product only, if it is asked for; others are."""
+    args = args_with(compile=asked)
+    ops = SimpleNamespace(grouped_mm_fallback=looped_product)  # and not its backward
+    monkeypatch.setattr(torch.ops, "transformers", ops)
+    config = Qwen3MoeConfig(num_experts=E, **SIZES)
+    for given, experts in ((config, True), (Qwen3Config(hidden_size=D), False)):
+        compute, said = decide_compute(args, CPU, torch.float32, given, [])
+        assert compute.compile == (asked is True and not experts)
+        (line,) = [line for line in said if line.startswith("compile: ")]
+        assert (reason in line) == (experts or asked is None)
+    assert why_not_compiled("grouped") is None
+
+
+def test_the_log_says_where_experts_are():
+    said, resolved = [], {}
+    log = SimpleNamespace(say=said.append, resolved=lambda **more: resolved.update(more))
+    two, config = World(0, 2, 0, CPU), Qwen3MoeConfig(num_experts=E, **SIZES)
+    for asked, replicas, line in (
+        (None, "2", "experts: all on each rank (because of --replicas)"),
+        (2, "1", "experts: spread over 2 ranks (as requested)"),
+    ):
+        args = Namespace(expert_parallel=asked, replicas=replicas)
+        n = choose_spread(args, config, None, None, two, log)
+        assert n == resolved["expert_parallel"] == (asked or 1) and said.pop() == line
 
 
 def test_choice_of_the_product():

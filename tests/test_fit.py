@@ -18,12 +18,13 @@ from test_memory import config_of, settings_of_row
 
 from llm_demo import fit, step_time
 from llm_demo.launch.settings import check_flags, read_launcher
+from llm_demo.machine import device
 from llm_demo.memory import Settings, peaks, settings_of
 from llm_demo.model.costs import sizes_of
 from llm_demo.model.source import find_model
 
 SMALL, LARGE = "models/qwen3-0.6b", "models/qwen3-8b"
-MIXTURE = "models/qwen3-30b-a3b"
+MIXTURE, TINY_MIXTURE = "models/qwen3-30b-a3b", "models/qwen3-moe-tiny"
 
 
 def asked(model, cards, gb, tokens=65_536, more=""):
@@ -76,6 +77,39 @@ def test_the_script_accepts_the_flags_and_estimates_the_same(way):
         assert max(peak.total for peak in peaks(sizes, settings)) == choice.memory
 
 
+def test_adapters_fit_where_all_weights_do_not():
+    """8B on a card of 24 GB, 32B on two of 48; only what trains adapters is considered."""
+    for model, cards, gb in ((LARGE, 1, 24), ("models/qwen3-32b", 2, 48)):
+        ask = asked(model, cards, gb, more="--lora_rank 16")
+        found = search(ask)
+        assert fit.best(found, ask)[1]
+        assert {choice.way for choice in found} == {fit.DEVICE, "use_activation_checkpointing"}
+        assert all(choice.flags["lora_rank"] == 16 for choice in found)
+        ask.lora_rank = 0
+        on_device = [c for c in search(ask) if c.way != "optimizer_on_host"]
+        assert not fit.best(on_device, ask)[1]
+
+
+@pytest.mark.parametrize(
+    "cards, tokens, seq_len", [(1, 1, 8), (2, 100_000, 1024), (8, 65_536, 512)]
+)
+def test_tokens_of_a_step_are_at_least_those_asked_for(cards, tokens, seq_len):
+    found = search(asked(SMALL, cards, 24, tokens, f"--seq_len {seq_len}"))
+    assert {choice.way for choice in found} >= {*fit.WAYS[:3]}
+    for choice in found:
+        micro, accum = (choice.flags[k] for k in ("micro_batch_size", "grad_accum_steps"))
+        one = cards // choice.flags.get("stages", 1) * seq_len
+        assert choice.tokens == micro * accum * one >= tokens
+        assert min(micro * (accum - 1), (micro - 1) * accum) * one < tokens
+
+
+def test_nothing_that_saves_memory_is_used_if_all_fits():
+    assert chosen(SMALL, 2, 141).flags == {"micro_batch_size": 32, "grad_accum_steps": 1}
+    assert chosen(LARGE, 2, 141).way == fit.DEVICE
+    assert chosen(LARGE, 2, 32).way == "optimizer_on_host"
+    assert chosen(SMALL, 2, 141, 65_536, "--bandwidth 1").way == "pp"
+
+
 @pytest.mark.parametrize("model, host", [(SMALL, ""), (LARGE, "--host_memory 80")])
 def test_more_memory_is_never_slower(model, host):
     asks = [asked(model, 2, gb, 100_000, host) for gb in (4, 8, 16, 24, 32, 48, 80, 141, 192)]
@@ -113,6 +147,31 @@ def test_what_is_printed(capsys):
     assert "\ntokens per step: 1 row x 1,024 = 1,024\n" in out
 
 
+def test_long_rows():
+    """Spread over cards, and only with what memory demands; short ones never are."""
+    ask = functools.partial(asked, LARGE, 2, 141)
+    for tokens, more in ((131_072, set()), (262_144, {"optimizer_on_host"})):
+        choice, fits = fit.best(search(long := ask(tokens, f"--seq_len {tokens}")), long)
+        assert fits and choice.way == "sequence_parallel" and choice.tokens == tokens
+        assert choice.flags["sequence_parallel"] == 2 and more <= choice.flags.keys()
+    assert not any("sequence_parallel" in c.flags for c in search(ask(65_536, "--seq_len 4096")))
+
+
+def test_experts_are_spread_over_what_divides_them_and_the_cards():
+    """With FSDP only, and no others than the script takes; where that is fastest of what fits."""
+    for model, cards, over in (
+        (MIXTURE, 6, [1, 2]), (MIXTURE, 3, [1]), (MIXTURE, 1, [1]), (TINY_MIXTURE, 32, [1, 2, 4, 8])
+    ):  # fmt: skip
+        found = search(asked(model, cards, 24))
+        assert sorted({c.flags.get("expert_parallel", 1) for c in found}) == over
+    for gb, spread in ((64, 2), (180, None)):
+        ask = asked(MIXTURE, 8, gb)
+        choice, fits = fit.best(found := search(ask), ask)
+        assert fits and choice.flags.get("expert_parallel") == spread
+        listed = re.search(r"\n  expert_parallel +(.*)", fit.report(found, ask))[1]
+        assert "--expert_parallel" in listed and ("chosen" in listed) == bool(spread)
+
+
 def test_nothing_fits(capsys):
     err = printed(capsys, LARGE, "--cards 2 --memory 12 --tokens_a_step 65536", fits=False)
     said = re.match(
@@ -130,6 +189,18 @@ def test_nothing_fits(capsys):
     assert "adapters (--lora_rank 16)" in err and "--optim_state bf16" in err
     out = printed(capsys, LARGE, f"{words} --optim_state bf16")
     assert " --optim_state bf16" in out.splitlines()[0]
+
+
+def test_a_card_runs_what_it_can(capsys):
+    """An MI100 has no fused attention and is not compiled, so it keeps the probabilities."""
+    words = "--cards 1 --tokens_a_step 8192 --card"
+    said = {card: printed(capsys, SMALL, f"{words} {card}") for card in ("mi100", "h100")}
+    assert "card: AMD Instinct MI100: bf16, bucketed attention, not compiled\n" in said["mi100"]
+    assert "at 50.8 TFLOP/s a card and 20 GB/s between cards, assumed\n" in said["mi100"]
+    assert "card: NVIDIA H100 80GB HBM3: bf16, varlen attention, compiled\n" in said["h100"]
+    assert "of 79.2 GiB a card" in said["h100"] and "budget" not in said["mi100"]
+    asked(SMALL, 1, 24)
+    assert not device.planned()
 
 
 def test_an_estimate_for_a_card_that_is_not_here(tmp_path):
@@ -234,6 +305,19 @@ def test_the_rough_time_is_near_what_was_measured(name):
         for other in found:  # what differs by a tenth is in the right order
             if one[:2] == other[:2] and one[3] < 0.9 * other[3]:
                 assert one[2] < other[2]
+
+
+@pytest.mark.parametrize("micro, accum, more", [(4, 1, 381.8 - 348.0), (1, 8, 926.8 - 858.2)])
+def test_what_it_costs_to_spread_experts_is_near_what_was_measured(micro, accum, more):
+    """In ms of a step, from bench/LOG.md."""
+    sizes = sizes_of(config_of("models/qwen3-30b-a3b-12l", 4096))
+    one, two = (
+        Settings(engine="fsdp", ranks=2, expert_parallel=n, micro_batch_size=micro,
+                 grad_accum_steps=accum, seq_len=4096)
+        for n in (1, 2)
+    )  # fmt: skip
+    seconds = [step_time.step_seconds(sizes, each, 550e12, 200e9) for each in (one, two)]
+    assert 1000 * (seconds[1] - seconds[0]) == pytest.approx(more, rel=0.1)
 
 
 @pytest.mark.parametrize("of_long_rows", [False, slow(True)])

@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import runpy
+import shutil
 import subprocess
 import sys
 
@@ -16,10 +17,12 @@ from conftest import ROOT, TINY, no_ranks, printed_flags
 
 from llm_demo import chat, evaluate, export, fit, report
 from llm_demo.check import __main__ as check
+from llm_demo.core import attention
 from llm_demo.core.errors import UserError
+from llm_demo.data import records
 from llm_demo.flags import args, parsing, rules
 from llm_demo.flags.parsing import env_of, groups_of
-from llm_demo.launch.settings import without_effect
+from llm_demo.launch.settings import FIRST_RUN, without_effect
 from llm_demo.run.inputs import look
 
 GROUPS = {kind: groups_of(ROOT / kind) for kind in ("fsdp", "pp", "zero", "fsdp_pp")}
@@ -76,6 +79,25 @@ def test_a_variable_sets_the_flag_of_its_name(kind, tmp_path):
     assert given["model_name_or_path"] == "of MODEL" and "local_rank" not in given
 
 
+@pytest.mark.parametrize("kind", ["fsdp", "pp"])
+def test_a_launcher_takes_any_setting(kind, tmp_path):
+    for name in ("launch_common.sh", LAUNCHERS[kind]):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    for name in ("llm_demo", f"{kind}/flags.py"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    launcher = tmp_path / LAUNCHERS[kind]
+    launcher.write_text(
+        launcher.read_text().replace("\nLR=${LR-}\n", "\nLR=1e-4\nSEED=${SEED-7}\nWHERE='a b'\n")
+    )
+    python = no_ranks(tmp_path)
+    given = printed_flags(start(launcher, python=python).stdout)
+    assert (given["lr"], given["seed"]) == ("1e-4", "7") and "where" not in given
+    assert given.keys() >= {name.lower() for name in FIRST_RUN}
+    given = printed_flags(start(launcher, python=python, SEED="8", DTYPE="").stdout)
+    assert given["seed"] == "8" and "dtype" not in given
+
+
 # ---------------------------------------------------------------- refused as they are parsed
 
 REFUSED = [
@@ -129,7 +151,8 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("kind, flags, message", REFUSED)
-def test_what_is_refused_as_it_is_parsed(kind, flags, message):
+def test_what_is_refused_as_it_is_parsed(kind, flags, message, record_property):
+    record_property("bad inputs", 1)
     with pytest.raises(UserError) as raised:
         parse(kind, flags)
     assert str(raised.value) == message
@@ -145,7 +168,8 @@ def test_what_is_refused_as_it_is_parsed(kind, flags, message):
     (1, "fsdp", "--tensor_parallel 2", "--tensor_parallel 2 does not divide 1, the processes"),
     (2, "fsdp", "--no_fsdp", "--no_fsdp needs one process, not 2: set NPROC_PER_NODE=1"),
 ])  # fmt: skip
-def test_flags_that_dont_fit_the_processes(processes, kind, flags, words):
+def test_flags_that_dont_fit_the_processes(processes, kind, flags, words, record_property):
+    record_property("bad inputs", 1)
     with pytest.raises(UserError) as raised:
         parse(kind, flags).check_processes(processes)
     assert str(raised.value).startswith(words)
@@ -161,7 +185,8 @@ def test_flags_that_dont_fit_the_processes(processes, kind, flags, words):
      ("gradient_checkpointing", "use_activation_checkpointing"), ("dataset", "train_json"),
      ("resume_from_checkpoint", "resume"), ("logging_steps", "log_every"), ("seq", "seq_len")],
 )  # fmt: skip
-def test_the_flag_that_is_meant_is_suggested(given, meant):
+def test_the_flag_that_is_meant_is_suggested(given, meant, record_property):
+    record_property("bad inputs", 1)
     hint = f"did you mean --{meant}\\?" if meant else "see --help"
     with pytest.raises(UserError, match=f"^unknown argument --{given}; {hint}$"):
         args.parse_args("", argv=[f"--{given}", "1"])
@@ -188,7 +213,8 @@ def allowed(field, text):
 
 
 @pytest.mark.parametrize("rule", rules.RULES, ids=lambda rule: f"{rule.flag}-{rule.other}")
-def test_every_rule_is_kept(rule):
+def test_every_rule_is_kept(rule, record_property):
+    record_property("bad inputs", 1)
     tried = 0
     for kind in GROUPS:
         names = {field.name for field in fields(kind)}
@@ -311,7 +337,8 @@ MISSING = [  # what a script looks for before it imports anything slow
 
 
 @pytest.mark.parametrize("flags, message", MISSING)
-def test_what_a_script_looks_for(flags, message, work):
+def test_what_a_script_looks_for(flags, message, work, record_property):
+    record_property("bad inputs", 1)
     kind = "zero" if "deepspeed" in flags else "fsdp"
     with pytest.raises(UserError, match=f"^{re.escape(message)}"):
         look(parse(kind, flags))
@@ -329,7 +356,8 @@ def test_what_a_script_looks_for(flags, message, work):
     (fit, f"{TINY} --cards 2", "the following arguments are required: --tokens_a_step"),
     (fit, f"{TINY} --cards 1000000 --tokens_a_step 8", "argument --cards: 1000000: must be"),
 ])  # fmt: skip
-def test_what_a_command_looks_for(command, words, message, work):
+def test_what_a_command_looks_for(command, words, message, work, record_property):
+    record_property("bad inputs", 1)
     with pytest.raises(UserError, match=f"^{re.escape(message)}"):
         command.check(command.make_parser().parse_args(words.split()))
 
@@ -354,9 +382,26 @@ def test_spellings(words, name, value):
     assert parsed == value and type(parsed) is type(value)
 
 
+def test_a_home_folder_is_meant_by_its_sign(monkeypatch):
+    """The shell leaves --output_dir=~/x as it is, and what a variable holds."""
+    monkeypatch.setenv("HOME", "/home/me")
+    paths = {f.name for kind in GROUPS for f in fields(kind) if f.metadata["path"]}
+    assert paths == {*args.names_of("input"), "output_dir", "resume"}
+    paths -= {"adapter"}  # which is read as it is parsed
+    words = " ".join(f"--{name}=~/x" for name in paths)
+    parsed = parse("zero", f"{words} --train_json=~/a,b~,~/c")
+    assert {getattr(parsed, name) for name in paths - {"train_json"}} == {"/home/me/x"}
+    assert parsed.train_json == "/home/me/a,b~,/home/me/c"
+    tools = [export.make_parser().parse_args(["~/run", "~/out"])]
+    tools += [evaluate.make_parser().parse_args("--models m --data d --out ~/out".split())]
+    assert [str(tool.out) for tool in tools] == ["/home/me/out"] * 2
+    assert str(tools[0].source) == "/home/me/run"
+
+
 @pytest.mark.parametrize("address", ["gs://b/x", "file:///b/x"])
-def test_an_address_is_not_a_path(address):
+def test_an_address_is_not_a_path(address, record_property):
     """Else it names a folder "gs:", here."""
+    record_property("bad inputs", 1)
     commands = [functools.partial(parse, "fsdp", f"--train_json a.jsonl,{address}")]
     for kind in GROUPS:
         names = {f.name for f in fields(kind) if f.metadata["path"]}
@@ -371,6 +416,35 @@ def test_an_address_is_not_a_path(address):
     for command in commands:
         with pytest.raises(UserError, match=f"{address}: {address.split('/')[0]}// is not suppo"):
             command()
+
+
+def test_choices_are_those_that_the_code_knows():
+    assert parsing.literals(args.ModelArgs, "attn_impl") == ("auto", *attention.IMPLS)
+    assert parsing.literals(args.DataArgs, "data_format") == ("auto", *records.FORMATS)
+
+
+@pytest.mark.parametrize("kind, flags, names", [
+    ("fsdp", "", "use_activation_checkpointing reshard_after_forward optimizer_on_host "
+     "sequence_parallel activation_memory_budget lora_rank optim_state"),
+    ("fsdp", "--lora_rank 8 --use_activation_checkpointing", "base_bits reshard_after_forward "
+     "activations_on_host sequence_parallel activation_memory_budget optim_state"),
+    ("fsdp", "--no_fsdp --seq_len 33", "use_activation_checkpointing optimizer_on_host "
+     "activation_memory_budget lora_rank optim_state"),
+    ("fsdp_pp", "--schedule v", "use_activation_checkpointing activation_memory_budget "
+     "copy_engines reshard_after_forward optim_state"),
+    ("pp", "--micro_batch_size 2", "micro_batch_size use_activation_checkpointing "
+     "activation_memory_budget"),
+    ("zero", "", "use_activation_checkpointing activation_memory_budget deepspeed_config"),
+])  # fmt: skip
+def test_out_of_memory_advice_is_only_what_the_flags_allow(kind, flags, names):
+    text = args.less_memory(parse(kind, flags))
+    said = re.findall(r"\d\. --(\w+) ", text)
+    assert sorted(said) == sorted([*names.split(), "seq_len"])
+    if kind == "pp":
+        assert text.startswith("1. --micro_batch_size (now 2): halve it, double grad_accum_steps; ")
+    if kind == "fsdp" and not flags:
+        assert "--reshard_after_forward (now false): true, on several processes" in text
+        assert "--lora_rank (now 0): 16" in text
 
 
 def test_a_misspelt_variable_and_flags_of_other_trainers(tmp_path):

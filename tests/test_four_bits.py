@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import sys
+from copy import deepcopy
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,12 +23,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from llm_demo.core.errors import UserError
 from llm_demo.machine import probes
-from llm_demo.model.four_bits_base import cached_base, note_values
+from llm_demo.machine.text import layer_kinds
+from llm_demo.model.adapters import in_4_bits, matrices_in
+from llm_demo.model.four_bits_base import cached_base, find_or_build, note_values
 from llm_demo.model.model_folder import load_model, open_model
 from llm_demo.model.weights_files import open_weights
 from llm_demo.options import four_bits
 from llm_demo.options.four_bits_library import (
     library,
+    need_library,
     pack,
     quantise,
     scales_in,
@@ -149,6 +154,17 @@ def test_a_run_goes_on_to_the_bit_from_files_of_transformers_too(work, tmp_path)
     assert "| base_bits | 4 |" in (tmp_path / "adapter/README.md").read_text()
 
 
+def test_what_stays_in_16_bits_is_counted():
+    """In the log, and in estimates: of rows that are no whole blocks, or as published files say."""
+    assert layer_kinds(["q", "v", "q"], ["q", "o"]) == (["q", "v"], ["o", "q (1 of 3)"])
+    config = deepcopy(parity.MODELS["tied"])
+    config.intermediate_size = 96  # rows of down_proj
+    shapes = matrices_in(config)
+    whole = sum(N * K for name, (N, K) in shapes.items() if K == 64)
+    assert in_4_bits(shapes, {}) == (whole, whole * 36 // 64)
+    assert in_4_bits(shapes, {"model.layers.1.mlp.up_proj.weight"}) == (96 * 64, 96 * 36)
+
+
 # ---------------------------------------------------------------- a layer
 
 
@@ -236,6 +252,45 @@ def test_the_kernel():
 # ---------------------------------------------------------------- bad input
 
 
+@pytest.mark.parametrize(
+    "code, said",
+    [
+        ("raise OSError('libcudart.so.12: no such\\nfile')", "libcudart.so.12: no such"),
+        ("", "quantize_4bit"),
+    ],
+)
+def test_a_library_that_does_not_work(code, said, tmp_path, monkeypatch):
+    """Of which CUDA's library or a part of its own is missing, or which is of another version."""
+    (tmp_path / "bitsandbytes").mkdir()
+    (tmp_path / "bitsandbytes/__init__.py").write_text("")
+    (tmp_path / "bitsandbytes/functional.py").write_text(code)
+    library.cache_clear()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "bitsandbytes"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        with pytest.raises(UserError, match=f"{said}.*pip install -U bitsandbytes"):
+            need_library()
+    finally:
+        library.cache_clear()
+
+
+def test_one_process_without_the_library(work, tmp_path):
+    """Such as one on another node: it ends the others too, by one line."""
+    code = "import importlib.metadata as m, os, runpy, sys\n"
+    code += "if os.environ['RANK'] == '1':\n"
+    code += "    sys.modules['bitsandbytes'], real = None, m.distribution\n"
+    code += "    m.distribution = lambda name: real(name.replace('bitsandbytes', 'absent'))\n"
+    code += f"runpy.run_path({str(ROOT / 'fsdp/train_fsdp.py')!r}, run_name='__main__')"
+    (tmp_path / "worker.py").write_text(code)
+    argv = [*lora.run_flags(work[0], "tied", tmp_path / "run"), "--base_bits", 4]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    said = run([sys.executable, *launch, tmp_path / "worker.py", *argv]).stderr
+    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "need bitsandbytes, which does not work" in errors[0], said
+    assert "four_bits.py" not in said  # in a traceback
+
+
 def test_no_kernel_is_downloaded():
     """bitsandbytes would, on some CPUs, if the package `kernels` is there."""
     code = "import sys, types; sys.modules['kernels'] = trap = types.ModuleType('kernels')\n"
@@ -244,6 +299,24 @@ def test_no_kernel_is_downloaded():
     code += "assert sys.modules['kernels'] is trap"
     done = run([sys.executable, "-c", code], fresh=True)
     assert done.returncode == 0 and done.stdout == done.stderr == ""
+
+
+def test_a_damaged_base_in_the_cache_is_made_again(tmp_path):
+    folder, said = tmp_path / "nf4-x", []
+
+    def make(built):
+        Path(built, "a").write_text("right")
+
+    find_or_build(folder, make, said.append)
+    assert {f.stat().st_mode & 0o777 for f in folder.iterdir()} == {0o644}  # others may read it
+    (folder / "a").write_text("wrong")
+    find_or_build(folder, make, said.append)
+    assert (folder / "a").read_text() == "right"
+    assert len(said) == 1 and "damaged (a: wrong checksum); rebuilding it" in said[0]
+    assert find_or_build(folder, None, said.append).keys() == {"a"}
+    (folder / "crc32.json").write_text("[]")
+    find_or_build(folder, make, said.append)
+    assert "crc32.json is not a list of checksums" in said[1]
 
 
 # ---------------------------------------------------------------- files from elsewhere

@@ -12,6 +12,7 @@ from conftest import (
     assert_same_tensors,
     logged,
     refused,
+    slow,
     smaller_tokenizer,
     train_cases,
 )
@@ -191,6 +192,41 @@ def kept(function, weights):
     return found.values()
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_compiled_block_keeps_no_weight_in_fp8(recipe):
+    """And no more than without fp8, but for scales."""
+
+    def mlp(x, gate, up, down, recipe):
+        inner = F.silu(linear(x, gate, None, recipe)) * linear(x, up, None, recipe)
+        return linear(inner, down, None, recipe)
+
+    weights = [torch.randn(n).bfloat16().requires_grad_() for n in ((640, 256), (640, 256))]
+    weights.append(torch.randn(256, 640).bfloat16().requires_grad_())
+    sizes = []
+    for each in (recipe, None):
+        torch._dynamo.reset()
+        compiled = torch.compile(mlp, backend="aot_eager_decomp_partition", dynamic=False)
+        x = torch.randn(512, 256).bfloat16().requires_grad_()
+        found = kept(lambda: compiled(x, *weights, each), weights)  # noqa: B023
+        assert all(512 in shape for _, dtype, shape in found if dtype == torch.float8_e4m3fn)
+        sizes.append(sum(size for size, *_ in found))
+    assert sizes[0] <= sizes[1] * 1.02
+
+
+@pytest.mark.parametrize("recipe", ["rowwise_gw", slow("rowwise"), slow("blockwise")])
+def test_recomputed_blocks_keep_nothing_in_between(recipe, monkeypatch):
+    found = []
+    for each in (recipe, None):
+        torch._dynamo.reset()
+        model = tiny(each, monkeypatch, checkpointing=True)
+        (unit,), where = model.units, places(torch.tensor([0, 512], dtype=torch.int32))
+        unit.forward = torch.compile(unit.forward, backend="aot_eager_decomp_partition")
+        x = torch.zeros(1, 512, 128, requires_grad=True)
+        sizes = kept(lambda: model(x, *where, None), model.parameters())  # noqa: B023
+        found.append(sum(size for size, *_ in sizes))
+    assert found[0] == found[1]
+
+
 def test_large_layers_only(monkeypatch):
     """Not routers, embedding and head; and sizes that kernels take, also of a share."""
     assert fp8.qualifies(4096, 4096, 16) and fp8.qualifies(1024, 4096, 16)  # of 8B
@@ -223,7 +259,7 @@ def decide(recipe, device, compute, probe=None, micro=1, seq_len=1024, **flags):
 BF16 = Compute(torch.bfloat16, "varlen", compile=True)
 
 
-def test_where_it_works():
+def test_where_it_works(record_property):
     works, tokens = (lambda *_: None), "a micro-batch has {} tokens, which must be a multiple of {}"
     assert decide("none", CPU, BF16) == ("", [])
     assert decide("rowwise", H100, BF16, works) == ("rowwise", [])
@@ -242,6 +278,7 @@ def test_where_it_works():
     for given, message in cases:
         with refused(f"--fp8 {given[0]}.*{message}"):
             decide(*given)
+    record_property("bad inputs", len(cases))
     slices = {"seq_len": 1040, "sequence_parallel": 2}  # the row of a rank has 520 tokens
     with refused(tokens.format(520, 16)):
         decide("rowwise", H100, BF16, works, **slices)

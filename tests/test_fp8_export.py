@@ -191,7 +191,8 @@ def spoilt(state):
     state[DOWN][3, 4] = float("nan")
 
 
-def test_what_cannot_be_exported(tmp_path):
+def test_what_cannot_be_exported(tmp_path, record_property):
+    record_property("bad inputs", 3)
     folder = published("qwen3", tmp_path / "base")
     with refused(f"{DOWN} is not finite in torch.float8_e4m3fn; nothing was exported"):
         export(run_of(folder, tmp_path / "a", spoilt), tmp_path / "out", "fp8")

@@ -195,6 +195,30 @@ def test_any_slices_of_partial_blocks(name, tmp_path):
         assert torch.equal(weights.read(key), whole)
 
 
+def test_only_what_is_needed_is_read_and_counted(tmp_path):
+    """A rank's rows, and a matrix's scales, which are few."""
+    weights = open_weights(published("qwen3", tmp_path, **PARTIAL["qwen3"]))
+    up = DOWN.replace("down", "up")
+    weights.read(up, (slice(120, 130),))  # of [320, 128]
+    assert weights.bytes_read == 10 * 128 + 3 * 4
+    weights.read(DOWN, (slice(0, 128), slice(256, 320)))
+    assert weights.bytes_read == 10 * 128 + 3 * 4 + 128 * 64 + 3 * 4
+    other = open_weights(tmp_path)
+    for name in other.shapes:
+        other.read(name)
+    assert 0.9 * other.bytes < other.bytes_read < other.bytes  # less the header
+
+
+def test_scales_are_no_parameters_but_are_in_the_digest(tmp_path):
+    weights = open_weights(published("qwen3", tmp_path))
+    assert not any("scale" in name for name in weights.shapes)
+    before, state = weights.digest(), load_file(tmp_path / "model.safetensors")
+    assert open_weights(tmp_path).digest() == before
+    state[f"{DOWN}_scale_inv"][0, 1] *= 2
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert open_weights(tmp_path).digest() != before
+
+
 METHODS = [  # of quantization_config that is not read
     {"quant_method": "awq", "bits": 4},
     {"quant_method": "compressed-tensors", "format": "float-quantized"},
@@ -206,7 +230,8 @@ METHODS = [  # of quantization_config that is not read
 
 
 @pytest.mark.parametrize("quantization", METHODS)
-def test_other_kinds_are_refused(quantization, tmp_path):
+def test_other_kinds_are_refused(quantization, tmp_path, record_property):
+    record_property("bad inputs", 1)
     config = MODELS["qwen3"].to_dict() | {"quantization_config": quantization}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with refused(r"in a way that is not read \(.*\): give a copy in bf16, in fp8 with"):
@@ -232,7 +257,8 @@ TENSORS = {  # what is said of a folder: what its weight and its scales become
 
 
 @pytest.mark.parametrize("message", TENSORS)
-def test_wrong_tensors_are_named(message, tmp_path):
+def test_wrong_tensors_are_named(message, tmp_path, record_property):
+    record_property("bad inputs", 1)
     file = published("qwen3", tmp_path) / "model.safetensors"
     state = load_file(file)
     state[DOWN], state[SCALE] = TENSORS[message](state[DOWN], state[SCALE])

@@ -1,7 +1,9 @@
 """FSDP2 with fewer bytes and copies against FSDP2 as it is: the same numbers."""
 
+import contextlib
 import copy
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from bench.checkpoints import tensors
-from fsdp import copy_engines, fsdp2
+from fsdp import copy_engines, fsdp2, sharding
 from fsdp.sharding import precision, set_sync, sum_not_average
 from llm_demo.core.mesh import World
 
@@ -89,6 +91,19 @@ def results(run):
     }
 
 
+def test_a_sum_that_autograd_makes_is_left_alone(monkeypatch):
+    """PyTorch 2.15: the sum and the gradient are one tensor, which would be doubled and dropped."""
+
+    class FSDPParam:
+        unsharded_accumulated_grad = property(lambda self: self._unsharded_param.grad)
+
+    monkeypatch.setattr(fsdp2, "collectives", SimpleNamespace(FSDPParam=FSDPParam))
+    group = SimpleNamespace(fsdp_params=[FSDPParam()], post_backward="its own")
+    unit = SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(_fsdp_param_group=group))
+    assert fsdp2.add_together(unit) == "FSDP2 leaves it to autograd"
+    assert group.post_backward == "its own"
+
+
 class Layers(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -129,3 +144,41 @@ def test_gradients_added_together_are_summed_once_each(alone):
 )  # fmt: skip
 def test_an_all_to_all_stays_on_the_node_or_has_few_partners(local_size, ranks, sends):
     assert fsdp2.few_of_each_node(list(ranks), local_size) == sends
+
+
+class Streams:
+    """Stands in for torch.cuda: which stream is current."""
+
+    now, entered = "compute", ()
+
+    def current_stream(self):
+        return self.now
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        self.entered += (stream,)
+        before, self.now = self.now, stream
+        yield
+        self.now = before
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_sums_take_memory_of_the_stream_that_computes(several, alone, monkeypatch):
+    """Else the device holds the pools of all activations and of all gradients at once. The second
+    sum is freed in the backward, while the other stream may still read it."""
+    streams, unit = Streams(), torch.nn.Linear(4, 2, bias=False)
+    fully_shard(unit, mesh=init_device_mesh("cpu", (1,)))
+    comm = fsdp2.SumInFp32(unit, torch.bfloat16, None, compiles=False)
+    if several:
+        comm = sharding.SumBesideActivations(unit)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: streams)
+    how = {"dtype": torch.float32, "device": torch.device("cpu")}
+    for entered in (("reduce", "compute"), ("reduce", "compute", "reduce")):
+        comm.allocate((8,), **how)
+        with streams.stream("reduce"):  # as FSDP2 does
+            comm.allocate((8,), **how)
+        assert streams.entered == entered
+        unit.weight.grad = torch.ones_like(unit.weight)
+    comm.allocate((8,), **how)
+    with pytest.raises(RuntimeError, match="FSDP2 sums 8 elements into 4, over other ranks"):
+        comm.allocate((4,), **how)  # no part of it

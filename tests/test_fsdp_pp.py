@@ -23,6 +23,7 @@ from conftest import (
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 from fsdp import copy_engines
+from fsdp_pp import transfers
 from fsdp_pp.orders import (
     BACKWARD,
     FORWARD,
@@ -130,6 +131,85 @@ def test_no_host_waits_for_ever():
         run_with_waiting_hosts(ordered, where)
 
 
+def run_with_mailboxes(works, where, slots):
+    """Do the work of all stages, whose hosts wait at the end of each piece of work until all that
+    they have launched is done. A stage sends into a free slot of the receiver, of which each
+    direction between two pieces has so many, and takes what it needs."""
+    last, full, sent = len(where) - 1, Counter(), Counter()
+
+    def host(stage):
+        for kind, piece, _ in works[stage]:
+            before = piece - 1 if kind == FORWARD else piece + 1
+            if 0 <= before <= last and where[before] != stage:
+                while not full[kind, piece]:
+                    yield
+                full[kind, piece] -= 1
+            into = piece + 1 if kind == FORWARD else piece - 1
+            if 0 <= into <= last and where[into] != stage:
+                while full[kind, into] == slots:
+                    yield
+                full[kind, into] += 1
+                sent[kind, into] += 1
+            done[stage] += 1
+
+    done, hosts = [0] * len(works), [host(stage) for stage in range(len(works))]
+    while done != [len(work) for work in works]:
+        before = list(done)
+        for h in hosts:
+            next(h, None)
+        assert done != before, "a deadlock"
+    assert not full.total()
+
+
+def test_no_host_waits_for_ever_for_a_slot():
+    for schedule, stages, micro_batches in GRID:
+        where = stages_of(schedule, stages)
+        works = works_of(schedule, stages, micro_batches)
+        run_with_mailboxes(works, where, copy_engines.Mailbox.SLOTS)
+        works = [forwards_only(schedule, stages, s, micro_batches) for s in range(stages)]
+        run_with_mailboxes(works, where, copy_engines.Mailbox.SLOTS)
+
+
+@pytest.mark.parametrize(
+    "kinds, local_size, p2p_off, early",
+    [
+        (["NV18"], 2, "0", False),
+        (["NV4", "SYS"], 2, "0", True),
+        (["PIX"], 2, "0", True),
+        ([], 2, "0", True),
+        (["NV18"], 1, "0", True),  # another node
+        (["NV18"], 2, "1", True),
+    ],
+)
+def test_receives_begin_early_on_slow_links(kinds, local_size, p2p_off, early, monkeypatch):
+    monkeypatch.setenv("NCCL_P2P_DISABLE", p2p_off)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_size))
+    machine = {
+        "llm_demo.machine.device.links": lambda: kinds,
+        "fsdp_pp.transfers.from_rank0": lambda world, make: make(),
+    }
+    for name, part in machine.items():
+        monkeypatch.setattr(name, part)
+    said = []
+    chosen = transfers.receive_early(World(0, 2, 0, torch.device("cuda", 0)), said.append)
+    assert chosen == early and ("begin early" in said[0]) == early
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_when_a_receive_begins(early, monkeypatch):
+    """With the work before the one that it is launched for, or with this one."""
+    times, after = iter("abcdef"), []
+    stream = SimpleNamespace(record_event=lambda: next(times))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    links = transfers.Links([], torch.empty(0, 0), 0, torch.device("cuda"))
+    links.by_nccl(early)
+    links.received[FORWARD, 1] = SimpleNamespace(expect=lambda shape, dtype, t: after.append(t))
+    for _ in range(3):
+        links.expect(FORWARD, 1, (1,), torch.float32)
+        links.begin()
+    assert after == ([None, "a", "b"] if early else ["a", "b", "c"])
+
+
 def most_held(work):
     """{piece: micro-batches whose activations it has} when a stage holds most of them."""
     now, most = Counter(), Counter()
@@ -215,6 +295,18 @@ def test_what_is_held():
     assert [most_held(work) for work in works_of("v", 2, 8)] == [{0: 3, 3: 2}, {1: 3, 2: 3}]
 
 
+def test_how_long_stages_wait():
+    """1f1b and gpipe wait for (stages - 1) micro-batches, interleaved and v half as long."""
+    for schedule, stages, M in itertools.product(OURS, (2, 3, 4), (8, 12, 16)):
+        if schedule == "interleaved" and M % stages:
+            continue
+        share = 2 if schedule in TWICE else 1  # a piece is half of a stage
+        cost = 1 / share, 2 / share
+        ends, busy = simulate(works_of(schedule, stages, M), stages_of(schedule, stages), *cost)
+        assert busy == [M * 3] * stages
+        assert ends - M * 3 == 3 * (stages - 1) / share, (schedule, stages, M)
+
+
 # ---------------------------------------------------------------- the launcher
 
 STEPS = 2
@@ -279,6 +371,20 @@ def test_the_launcher_trains_evaluates_and_answers(one_process, heldout, tmp_pat
     config = json.loads((out / "config.json").read_text())
     assert config["parallelism"] == "1f1b pipeline of 2 stages"
     assert (config["global_batch"], config["partition"]) == (16, "3,3")
+
+
+WAYS = [(2, "interleaved"), (2, "v"), (4, "1f1b"), (4, "interleaved")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes, schedule", WAYS)
+def test_other_schedules_evaluate_and_answer(processes, schedule, one_process, heldout, tmp_path):
+    if 0 < torch.cuda.device_count() < processes:
+        pytest.skip(f"needs {processes} GPUs")
+    accum = {2: "4", 4: "2"}[processes]
+    env = {"NPROC_PER_NODE": str(processes), "GRAD_ACCUM_STEPS": accum, "SCHEDULE": schedule}
+    said = launch(LAUNCHER, tmp_path / "run", *heldout, **env)
+    assert_like(one_process, said, tmp_path / "run")
 
 
 SHARED = [

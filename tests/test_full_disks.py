@@ -76,6 +76,17 @@ def test_an_export_to_a_full_disk(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_other_errors_are_not_called_a_full_disk():
+    for error in (OSError(2, "No such file"), RuntimeError("shape"), ValueError("1 requested")):
+        assert disk_full(error) is None
+    try:
+        raise OSError(28, "No space left on device", "/a/file")
+    except OSError as e:
+        outer = RuntimeError("a library's own words")
+        outer.__cause__ = e
+    assert disk_full(outer) == "No space left on device: /a/file"
+
+
 # ---------------------------------------------------------------- a folder deleted under a run
 
 

@@ -1,16 +1,19 @@
 """AdamW on the host: the same numbers as on the device to the bit, memory checks, NUMA nodes."""
 
+import os
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 from conftest import ROOT, args_with, assert_same_tensors, logged, smaller_model, train_cases
+from torch.utils.checkpoint import checkpoint
 
 from fsdp import host_adamw
+from fsdp.host_adamw import plain_units
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
-from llm_demo.machine import device
+from llm_demo.machine import device, process
 
 CPU = World(0, 4, 0, torch.device("cpu"))
 
@@ -58,6 +61,53 @@ def test_an_untied_head_resharded_over_micro_batches_and_evaluations(tmp_path):
             assert a[key] == pytest.approx(b[key], rel=3e-3), (a["step"], key)
 
 
+def test_a_unit_adds_its_gradients_once_they_have_formed():
+    """In one process: of one unit at a time, but for one with a parameter that gets none. A tied
+    head, recomputed activations, a frozen parameter; the same sums as of whole micro-batches."""
+    nn = torch.nn
+    torch.manual_seed(0)
+    embedding, head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+    head.weight = embedding.weight
+    blocks = [nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(4)]
+    blocks[1].unused = nn.Parameter(torch.ones(2))
+    blocks[2][0].bias.requires_grad_(False)
+    tail = nn.Sequential(nn.LayerNorm(4), head)
+    for module in (embedding, *blocks, tail):
+        module.bfloat16()
+    units = plain_units(SimpleNamespace(embed_tokens=embedding, units=blocks, tail=tail), False)
+    trained = [p for unit in units for p in unit.params if p.requires_grad]
+    held, sums = [], [torch.zeros(p.shape) for p in trained]
+
+    def loss(ids):
+        hidden = embedding(ids)
+        for block in blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False)
+        return tail(hidden).float().square().sum()
+
+    for unit in units:
+        unit.allocate()
+        for p in unit.params:
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(
+                    lambda _: held.append(
+                        [any(p.grad is not None for p in u.params) for u in units]
+                    )
+                )
+    for ids in torch.randint(7, (3, 5)):
+        grads = torch.autograd.grad(loss(ids), trained, allow_unused=True)
+        for total, grad in zip(sums, grads, strict=True):
+            total.add_(0 if grad is None else grad)
+        loss(ids).backward()
+        assert units[2].params[-1].grad is not None  # waits for `unused`
+        for unit in units:
+            unit.take_grads()
+    assert len(held) == 3 * (len(trained) - 1)
+    assert all(sum(of) - of[2] <= 1 for of in held)
+    sums_of = {p: grad for unit in units for p, grad in zip(unit.params, unit.grads, strict=True)}
+    assert all(torch.equal(sums_of[p], total) for p, total in zip(trained, sums, strict=True))
+    assert not sums_of[blocks[2][0].bias].any()
+
+
 def sharded(elements):
     return SimpleNamespace(parameters=lambda: [torch.empty(elements, device="meta")])
 
@@ -102,3 +152,36 @@ def test_control_groups_limit_host_memory(line, top, limit, taken, total, tmp_pa
     assert device.free_host_memory(tmp_path) == 300 - 100 + 7
     (job / "step" / limit).write_text("50\n")  # lowered while more was in use
     assert device.free_host_memory(tmp_path) == 0
+
+
+def test_a_process_stays_on_its_gpus_node(monkeypatch, tmp_path):
+    pci = tmp_path / "bus/pci/devices/0000:4f:00.0"
+    pci.mkdir(parents=True)
+    (pci / "local_cpulist").write_text("2-4,9\n")
+    props = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x4F, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: props)
+    gpu = torch.device("cuda", 0)
+    assert device.cores_near(gpu, tmp_path) == [2, 3, 4, 9]
+    assert device.cores_near(torch.device("cpu"), tmp_path) == []
+    (pci / "local_cpulist").unlink()
+    assert device.cores_near(gpu, tmp_path) == []
+    usable = process.usable_cores()
+    try:
+        said = process.stay_near([10**6, usable[-1]])
+        assert process.usable_cores() == usable[-1:]
+    finally:
+        os.sched_setaffinity(0, usable)
+    assert said == ", 1 cores of the GPU's NUMA node"
+
+
+def test_a_limit_on_device_memory(monkeypatch):
+    with pytest.raises(UserError, match="there is no GPU"):
+        device.limit_memory(torch.device("cpu"), 30)
+    props, limits = SimpleNamespace(total_memory=40 * 2**30), []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: props)
+    name = "set_per_process_memory_fraction"
+    monkeypatch.setattr(torch.cuda, name, lambda fraction, d: limits.append(fraction))
+    with pytest.raises(UserError, match="--device_memory_gb 41: the GPU has 40.0 GiB"):
+        device.limit_memory(torch.device("cuda", 0), 41)
+    device.limit_memory(torch.device("cuda", 0), 30)
+    assert limits == [0.75]

@@ -18,9 +18,13 @@ from llm_demo.core.errors import UserError
 from llm_demo.data import labels, reasons
 from llm_demo.data.codec import Codec
 from llm_demo.data.labels import encode
+from llm_demo.data.records import detect_format, to_record
 from llm_demo.data.turns import Record
+from llm_demo.flags.args import DataArgs
 from llm_demo.flags.parsing import NOT_VARIABLES, template_variables
 from llm_demo.model.source import set_variables
+
+SHARED = Path(__file__).parents[2] / "shared"
 
 # Like Qwen3: only reasoning after the last question is kept, the last answer gets a block.
 QWEN3 = (
@@ -666,3 +670,24 @@ def test_unfit_tokenizers_are_refused():
         Codec(Slow())
     with pytest.raises(UserError, match="neither a chat template nor an eos token"):
         Codec(make_tokenizer(None, eos=None))
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared")
+def test_gsm8k_masks_decode_to_answer_and_stop_token():
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(SHARED / "models/qwen3-tokenizer")
+    codec = Codec(tokenizer)
+    lines = (SHARED / "data/gsm8k/train.jsonl").read_text().splitlines()[:1000]
+    rows = [json.loads(line) for line in lines]
+    flags = DataArgs(input_key="question", target_key="answer")
+    row_format = detect_format(rows[0], flags)
+    encoded = encode(codec, [to_record(row, row_format) for row in rows])
+    samples = [sample for sample, _ in encoded]
+    for row, (ids, is_label) in zip(rows, samples, strict=True):
+        assert tokenizer.decode(ids[is_label]) == row["answer"] + "<|im_end|>"
+    whole = tokenizer.apply_chat_template(
+        [{"role": "user", "content": rows[0]["question"]}]
+        + [{"role": "assistant", "content": rows[0]["answer"]}]
+    )
+    assert samples[0].ids.tolist() == whole["input_ids"]

@@ -115,7 +115,8 @@ def test_a_flag_beats_the_environment_which_beats_the_defaults(repo, tmp_path, k
 
 
 @pytest.mark.parametrize("program", ["no torch", "/bin/true", "absent"])
-def test_a_program_that_is_no_python_with_torch_is_named(program, repo, tmp_path):
+def test_a_program_that_is_no_python_with_torch_is_named(program, repo, tmp_path, record_property):
+    record_property("bad inputs", 1)
     bare = tmp_path / "no torch"
     bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S -I "$@"\n')
     bare.chmod(0o755)
@@ -126,6 +127,15 @@ def test_a_program_that_is_no_python_with_torch_is_named(program, repo, tmp_path
         f"error: PYTHON={program} is not a Python with torch: name one, install torch there, or "
         "unset PYTHON to use .venv\n"
     )
+
+
+def test_a_python_that_does_not_start_says_why(repo, record_property):
+    record_property("bad inputs", 1)
+    broken = {"PYTHON": sys.executable, "PYTHONIOENCODING": "junk"}
+    done = run(["bash", repo / "fsdp/launch_fsdp.sh"], fresh=True, **broken)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"error: PYTHON={sys.executable} does not start: Fatal Python ")
+    assert "LookupError: unknown encoding: junk" in done.stderr
 
 
 def test_the_debugger_entry_takes_the_launchers_defaults(repo):
@@ -224,7 +234,8 @@ def test_a_busy_port_is_one_line_at_once(script, tmp_path):
         ({"TORCH_LOGS": "junk"}, "TORCH_LOGS in the environment: Invalid log settings: junk, must"),
     ],
 )  # fmt: skip
-def test_settings_that_cant_work_are_named(script, environ, words):
+def test_settings_that_cant_work_are_named(script, environ, words, record_property):
+    record_property("bad inputs", 1)
     result = launch(script(SHOW), fresh="LOGLEVEL" in environ, **environ)
     assert result.returncode == 2
     assert result.stderr.startswith(f"error: {words}") and result.stderr.count("\n") == 1

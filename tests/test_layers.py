@@ -76,8 +76,8 @@ CEILINGS = {
     "text or list times a condition": 0,
     "calls with *name or **name": 95,
     "raise UserError": 265,
-    "lines of tests": 21_150,
-    "setattr in tests": 67,
+    "lines of tests": 23_450,
+    "setattr in tests": 88,
 }
 
 

@@ -144,6 +144,14 @@ def test_long_documents_are_one_operator(long_documents_on_a_cpu):
     assert kept == [torch.ops.llm_demo.attend_documents.default]
 
 
+def test_long_documents_take_few_lengths():
+    lengths = range(4096, 2**17 + 1)
+    padded = [long_documents.padded_length(n) for n in lengths]
+    assert len(set(padded)) == 5 * 16 + 1
+    assert all(n <= p <= 1.0625 * n and p % 256 == 0 for n, p in zip(lengths, padded, strict=True))
+    assert [long_documents.padded_length(n) for n in (1, 64, 65, 1025)] == [64, 64, 128, 1088]
+
+
 def test_boundaries_stay_on_the_cpu_under_fsdp2():
     """It moves the tensors of all arguments to the device; each attention would wait for these."""
     documents = make_documents(boundaries(), (B, S), "varlen_cudnn", torch.device("cpu"))

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp.pieces import use_pieces
 from llm_demo.core.decoder import FUSED, Blocks
+from llm_demo.core.errors import UserError
 from llm_demo.model.adapters import choose_lora
 from llm_demo.model.weights_files import open_weights, refuse_other_adapters
 from llm_demo.options.lora import Factor, Lora, LoraLinear
@@ -253,6 +254,19 @@ def test_a_checkpoint_holds_adapters_only_and_resumes_to_the_bit(run_folder, wor
     assert re.search(line, (run_folder / "train.log").read_text())
 
 
+def test_dropout_is_drawn_from_the_seed(work):
+    """So that two fresh starts are the same to the bit, and not those of another seed."""
+    folder, cases = work[0], {}
+    for case, seed in (("first", "5"), ("second", "5"), ("other", "6")):
+        more = *flags("tied"), "--lora_dropout", "0.3", "--no_shuffle", "--max_steps", "2"
+        cases[case] = [*parity.argv(folder, "tied", 8, 1, *more), "--seed", seed]
+    found = train(folder, "fsdp", 1, cases)
+    first, second, other = (found[case][1][0]["params"] for case in cases)
+    for name, t in first.items():
+        assert torch.equal(t, second[name]), name
+    assert not all(torch.equal(t, other[name]) for name, t in first.items())
+
+
 def adapted_layer():
     """With a dropout of a half."""
     torch.manual_seed(3)
@@ -297,6 +311,12 @@ def gradient_of(layer, recomputed: bool, hidden) -> torch.Tensor:
     return layer.lora_A.weight.grad
 
 
+def test_a_recomputed_block_drops_the_same_inputs():
+    hidden = torch.randn(1, 50, 8)
+    found = [gradient_of(adapted_layer(), recomputed, hidden) for recomputed in (False, True)]
+    assert torch.equal(*found)
+
+
 def test_long_rows_go_through_a_network_in_pieces(monkeypatch):
     """Over a frozen base; in the backward too. What the parts of a piece add up to is the same."""
     hidden, rows = torch.randn(2, 50, 8), []
@@ -335,6 +355,22 @@ def test_merge_writes_the_whole_model(run_folder, work, tmp_path):
     assert loss_of(model, folder) == pytest.approx(last_loss(run_folder), rel=1e-5)
     done = exported(run_folder, tmp_path / "other", "--merge", "--base", folder / "untied")
     assert done.returncode == 2 and "adapters of another base" in done.stderr
+    assert not (tmp_path / "other").exists()
+
+
+def test_an_adapter_names_a_base_that_was_checked(run_folder, work, tmp_path, monkeypatch):
+    checkpoint = at(run_folder, 4)
+    shutil.copytree(work[0] / "tied", tmp_path / "moved")
+    monkeypatch.chdir(tmp_path)
+    export(checkpoint, tmp_path / "out", base="moved")
+    written = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == str(tmp_path / "moved")
+    for base, said in (
+        (str(work[0] / "untied"), "holds adapters of another base than"),
+        ("./absent", "no model at ./absent"),
+    ):
+        with pytest.raises(UserError, match=said):
+            export(checkpoint, tmp_path / "other", base=base)
     assert not (tmp_path / "other").exists()
 
 

@@ -225,6 +225,28 @@ def test_peft_reads_experts_as_the_merge_adds_them(name, targets, tmp_path, monk
     assert written["target_parameters"] == on_experts
 
 
+def test_experts_factors_start_alike_wherever_they_are():
+    """Drawn from seed and name alone, as PEFT draws them."""
+    config, found = moe.MODELS["qwen"], []
+    for part in (slice(None), slice(2, 6)):
+        lm = skeleton(config, "sdpa")
+        apply_lora(lm, lora_of(config, rank=6), torch.float32)
+        experts = lm.model.layers[0].mlp.experts
+        for name, p in list(experts.named_parameters(recurse=False)):
+            setattr(experts, name, nn.Parameter(p[part].clone(), requires_grad=p.requires_grad))
+        found.append(experts.start("3:model.layers.0.mlp.experts"))
+    assert found[0].keys() == {f"{kind}_lora_{x}" for kind in FUSED for x in "AB"}
+    for name, whole in found[0].items():
+        assert torch.equal(whole, found[1][name])
+        bound = 1 / whole.shape[2] ** 0.5
+        if name.endswith("A"):
+            assert whole.shape == (8, 6, 64 if "gate" in name else 32)
+            assert 0.95 * bound < whole.abs().max() <= 1.01 * bound
+        else:
+            assert not whole.any()
+    assert not torch.equal(found[0]["gate_up_proj_lora_A"][0], found[0]["gate_up_proj_lora_A"][1])
+
+
 IN_MIXTURES = {
     "layer": ("shared", {"lora_targets": "gate_proj"}, "'gate_proj' can't be adapted in this"),
     "of attention": ("qwen", {"lora_targets": "gate"}, "v_proj, o_proj, gate_up_proj"),

@@ -6,12 +6,43 @@ import numpy as np
 import torch
 from conftest import ROOT
 from test_lora import lora_of
+from transformers import Qwen3Config
 
-from llm_demo.model.costs import flops_of_slot, sizes_of
+from fsdp.pieces import use_pieces
+from llm_demo.core.attention import make_documents
+from llm_demo.core.decoder import Blocks, allocate, skeleton
+from llm_demo.model.costs import (
+    flops_of_slot,
+    sizes_of,
+)
 from llm_demo.model.families import experts_of
 from llm_demo.model.source import load_config
+from llm_demo.options.lora import apply_lora
 from llm_demo.run.choices import Compute
 from llm_demo.run.plan import Data, Plan
+
+
+def test_blocks_share_compiled_code_also_if_long_rows_go_in_pieces(monkeypatch):
+    """Compiling takes minutes on a GPU if each block is compiled anew."""
+    monkeypatch.setattr("fsdp.pieces.PIECE", 16)
+    config = Qwen3Config(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+    )  # fmt: skip
+    lm, (B, S, d) = skeleton(config, "sdpa"), (1, 64, 256)
+    apply_lora(lm, lora_of(config), torch.float32)
+    allocate(lm, torch.device("cpu"))
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    hidden, positions = torch.randn(B, S, d, requires_grad=True), torch.arange(S)[None]
+    documents = make_documents(torch.tensor([0, S]), (B, S), "sdpa", torch.device("cpu"))
+    rotary = lm.model.rotary_emb(hidden, positions)
+    for block in lm.model.layers:
+        use_pieces(unit := Blocks([block], True))
+        call = torch.compile(unit.forward, backend="eager", dynamic=False)
+        hidden = call(hidden, rotary, positions, documents)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
 def test_flops_leave_out_the_gradients_of_frozen_weights():

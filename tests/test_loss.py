@@ -171,6 +171,31 @@ def test_logits_that_exp_overflows_at(scale):
     assert_plain(mine, hidden, weight, labels, factor=1)
 
 
+def test_full_logits_never_exist(set_chunk_rows):
+    """The largest tensor made is a chunk of logits, or the weight's gradient."""
+    set_chunk_rows(4)
+    sizes = []
+    hidden, weight, labels = case(30, torch.float32)
+    with Watch(lambda _, out: sizes.append(out.numel())):
+        cross_entropy_sum(hidden, weight, *label_positions(labels)).backward()
+    assert max(sizes) <= max(4 * V, V * D) < 30 * V
+
+
+@pytest.mark.parametrize("rows", [1000, 7])
+def test_a_frozen_head_gets_no_gradient_and_takes_no_memory(rows, set_chunk_rows):
+    set_chunk_rows(rows)
+    hidden, weight, labels = case(17, torch.float32)
+    index = label_positions(labels)
+    (expected,) = torch.autograd.grad(cross_entropy_sum(hidden, weight, *index) / 3, hidden)
+    shapes, frozen = [], weight.detach()
+    with Watch(lambda _, out: shapes.append(out.shape)):
+        (found,) = torch.autograd.grad(cross_entropy_sum(hidden, frozen, *index) / 3, hidden)
+    torch.testing.assert_close(found, expected)
+    assert weight.shape not in shapes
+    logits = {shape[0] for shape in shapes if shape[1:] == (V,)} - {D}  # not the head, transposed
+    assert 0 < max(logits) <= max(1, rows // loss.SLIM)
+
+
 def test_no_gradient_work_without_gradients():
     hidden, weight, labels = case(17, torch.float32)
     with torch.no_grad():

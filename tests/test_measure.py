@@ -3,10 +3,13 @@ compares fairly, and keeps what the machine sustained."""
 
 import json
 import shlex
+import signal
+import subprocess
 import sys
+import time
 
 import pytest
-from conftest import ROOT, python
+from conftest import ROOT, python, run, slow
 from test_memory import config_of
 
 from bench import store
@@ -95,6 +98,39 @@ def test_a_way_that_fails_is_a_row_and_the_search_goes_on(tmp_path, monkeypatch,
     assert fit.parse(words).speed_from == "assumed"
 
 
+def test_rows_of_another_run_are_refused(tmp_path):
+    ask, one = asked(tmp_path), choice()
+    name = str(tmp_path / "rows")
+    here = measured.row_of(one, ask)
+    env = {"device": str(measured.this_device()), "revision": measured.revision(), "world_size": 2}
+    for change, of_env, problem in (
+        ({"model": "other"}, {}, "model"),
+        ({"data": "other.jsonl"}, {}, "data"),
+        ({}, {"device": "NVIDIA H100"}, "device"),
+        ({}, {"revision": "0123456789ab"}, "revision"),
+        ({}, {}, ""),
+    ):
+        store.write(name, {"status": "ok", "row": here | change, "env": env | of_env})
+        if not problem:
+            assert len(measured.earlier_rows(name, here, resume=True)) == 1
+            break
+        with pytest.raises(UserError, match=f"rows of another {problem}: --out names"):
+            measured.earlier_rows(name, here, resume=True)
+        store.file_of(name).unlink()
+
+
+def test_each_kind_is_tried_once_with_equal_tokens():
+    """The fastest of each by the formula; on one card each micro-batch size is a kind."""
+    ask = fit.argparse.Namespace(cards=2, tokens_a_step=256)
+    large = choice(seconds=0.9, micro_batch_size=4)
+    reshard = choice(seconds=0.8, reshard_after_forward=True)
+    unequal = choice(engine="pp", seconds=0.1, tokens=320)
+    fitting = [choice(), large, reshard, unequal]
+    assert measured.likeliest(fitting, ask) == [reshard, large]
+    ask.cards = 1
+    assert measured.likeliest(fitting, ask) == [reshard, large, choice()]
+
+
 def test_what_overlaps_is_equal_and_the_simplest_is_recommended():
     pipeline, plain = choice("fsdp_pp", stages=2), choice(reshard_after_forward=True)
     rough = choice(psgd_rank=32, settings={"psgd_rank": 32})
@@ -112,6 +148,34 @@ def test_what_overlaps_is_equal_and_the_simplest_is_recommended():
     lines = measured.lines_of([fast, (rough, row(50, 50, 50, late_alloc_retries=2))])
     assert [line[0] for line in lines] == ["fsdp psgd_rank 32 (approximate)", "fsdp_pp stages 2"]
     assert [line[6] for line in lines] == ["1.00", "2.00"] and lines[0][7] == "1.0 / 1.0 *"
+
+
+def test_a_way_that_should_take_twice_as_long_is_skipped(tmp_path, monkeypatch, capsys):
+    ask = asked(tmp_path)
+    ways = [choice(), choice(seconds=2.1, reshard_after_forward=True)]
+    here = measured.row_of(ways[0], ask)
+    env = {"device": str(measured.this_device()), "revision": measured.revision(), "world_size": 2}
+    result = row(
+        1, 1, 1, median_comm_ms=None, median_comm_exposed_ms=None, median_comm_wait_ms=None
+    )
+    config = {"global_batch": 4}
+    store.write(str(tmp_path / "rows"), result | {"row": here, "env": env, "config": config})
+    ask.resume = True
+    with pytest.raises(KeyboardInterrupt):
+        monkeypatch.setattr(time, "monotonic", interrupted)  # before anything is started
+        run_measure(ask, ways)
+    said = capsys.readouterr().out
+    assert "\n[2/2] fsdp reshard_after_forward: skipped, it should take over twice" in said
+
+
+def interrupted():
+    raise KeyboardInterrupt
+
+
+def test_drift_is_said():
+    assert measured.drifted(row(1, 100, 1), row(1, 104, 1)) == []
+    (said,) = measured.drifted(row(1, 100, 1), row(1, 120, 1))
+    assert said.startswith("warning: the first way's step took +20% when it ran once more")
 
 
 def test_the_measured_speed_is_the_formula_turned_around():
@@ -146,3 +210,28 @@ def test_bad_input_ends_before_the_first_run(words, problem, tmp_path, monkeypat
     monkeypatch.setenv("NNODES", "2")
     with pytest.raises(UserError, match="one node"):
         asked(tmp_path)
+
+
+@slow
+def test_killed_half_way_and_resumed(tmp_path):
+    """The whole command: it ends with as many rows, and the command that it prints runs."""
+    words = WORDS.format(n=3, tokens=1024).split()
+    command = [python(), "-m", "llm_demo.fit", *words, "--out", tmp_path / "out"]
+    child = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    rows = tmp_path / "out/rows.jsonl"
+    while not rows.exists():
+        assert child.poll() is None
+        time.sleep(0.2)
+    time.sleep(3)
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(60) == 130 and "finished rows are kept" in child.stderr.read()
+    done = run([*command, "--resume"])
+    assert done.returncode == 0, done.stderr
+    assert "[1/3]" in done.stdout and ": measured before" in done.stdout
+    ran = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert [result["status"] for result in ran].count("ok") == 3
+    rates = [line.split("|")[6] for line in done.stdout.splitlines() if line.startswith("| ")][2:]
+    assert rates == sorted(rates, key=lambda rate: -float(rate.replace(",", "")))
+    command = f"{done.stdout.splitlines()[-1]} --max_steps 2 --output_dir {tmp_path}/run"
+    again = run(["bash", "-c", command], PYTHON=sys.executable)
+    assert again.returncode == 0, again.stderr

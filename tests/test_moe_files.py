@@ -3,7 +3,9 @@
 import copy
 import itertools
 import json
+import math
 import re
+import weakref
 
 import pytest
 import torch
@@ -18,19 +20,21 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from llm_demo.core.decoder import skeleton
+from llm_demo.core.decoder import fill, make_units, materialise, skeleton
 from llm_demo.core.errors import UserError
+from llm_demo.model import export_files
 from llm_demo.model.costs import (
     active_of,
     block_costs,
     flops_of_slot,
     parameters_of,
     sizes_of,
+    unit_sizes,
 )
 from llm_demo.model.families import experts_of
 from llm_demo.model.source import load_config
 from llm_demo.model.weights_files import open_weights
-from llm_demo.run.cut import costs, parameters, split
+from llm_demo.run.cut import costs, describe_split, parameters, split
 from llm_demo.run.export_run import export
 
 QWEN = load_config(ROOT / "models/qwen3-30b-a3b", 4096)
@@ -78,6 +82,15 @@ def test_parameters_of_each_block_are_the_models(name):
         assert parameters_of(config) == sum(p.numel() for p in lm.parameters() if p.ndim > 1)
 
 
+def test_published_sizes():
+    """The names say so: 30.5B and 3.3B; 671B and 37B (without the embedding)."""
+    assert parameters_of(QWEN) == pytest.approx(30.5e9, rel=2e-3)
+    assert active_of(QWEN) == pytest.approx(3.35e9, rel=2e-3)
+    assert parameters_of(DEEPSEEK) == pytest.approx(671e9, rel=1e-3)
+    embedding = sizes_of(DEEPSEEK).embedding
+    assert active_of(DEEPSEEK) - embedding == pytest.approx(37e9, rel=2e-2)
+
+
 def test_flops_are_of_active_weights_and_of_attentions_own_widths():
     S, config = 512, TINY["deepseek"]
     for cost in block_costs(config):
@@ -108,6 +121,32 @@ def test_each_block_weighs_its_own(name, pieces, partition):
     every = (c for c in itertools.product(range(1, 5), repeat=pieces) if sum(c) == 4)
     best = min(dearest(counts) for counts in every)
     assert dearest(split(sizes, pieces, partition, 4, 64, False)) == pytest.approx(best)
+
+
+def test_dense_first_blocks_count_in_the_cut():
+    """DeepSeek-V3's three dense blocks have 1/20 of the others' parameters, and as much work: 8 + 1
+    experts of 2,048 are as wide as a dense block's 18,432."""
+    assert split(sizes_of(DEEPSEEK), 4, "parameters", 4, 4096, True) == [17, 15, 15, 14]
+    assert split(sizes_of(DEEPSEEK), 4, "uniform", 4, 4096, True) == [16, 15, 15, 15]
+    assert split(sizes_of(DEEPSEEK), 2, "balanced", 4, 4096, False) == [31, 30]
+    said = describe_split([3, 58], [0, 1], sizes_of(DEEPSEEK), 4, 4096, False)
+    embedding, blocks, head = costs(sizes_of(DEEPSEEK), 4, 4096, False)
+    share = (embedding + sum(blocks[:3])) / (embedding + sum(blocks) + head)
+    assert f"stage 0: 3 blocks {share:.0%} of the work" in said
+
+
+def test_units_of_blocks_of_different_sizes():
+    assert unit_sizes(QWEN, 48, 0) == [1] * 48  # 623M parameters each
+    tiny = TINY["deepseek, plain queries"]
+    assert unit_sizes(tiny, 4, 0) == [2, 2]  # dense ones apart
+    assert unit_sizes(tiny, 4, 3) == [2, 2] and unit_sizes(tiny, 4, 4) == [4]
+    assert unit_sizes(tiny, 2, 0, first=1) == [1, 1] and unit_sizes(tiny, 2, 0, first=2) == [2]
+    assert unit_sizes(TINY["qwen3"], 4, 0) == [1, 1, 2]
+    lm = skeleton(TINY["qwen3"], "math")
+    units = make_units(lm.model.layers, unit_sizes(lm.config, 4, 0), False)
+    assert [len(unit.blocks) for unit in units] == [1, 1, 2]
+    assert [b for unit in units for b in unit.blocks] == list(lm.model.layers)
+    assert math.prod(len(unit.blocks) for unit in units) == 2
 
 
 def random_model(name):
@@ -157,6 +196,14 @@ def test_weights_read_are_hugging_faces(name, how, tmp_path):
                 assert torch.equal(weights.read(key, part), whole[part]), (key, part)
 
 
+def test_only_what_is_asked_for_is_read(tmp_path):
+    """Of no other expert anything."""
+    saved("qwen3", tmp_path)
+    weights = open_weights(tmp_path)
+    values = weights.read("model.layers.0.mlp.experts.gate_up_proj", (slice(2, 4),))
+    assert weights.bytes_read == values.nbytes == 2 * 32 * 32 * 4
+
+
 def changed(folder, change):
     file = folder / "model.safetensors"
     tensors = load_file(file)
@@ -200,6 +247,17 @@ def test_layers_of_multi_token_prediction_are_ignored(tmp_path):
     assert len(open_weights(tmp_path).ignored) == 3
 
 
+def test_random_models_have_zero_biases():
+    lm = skeleton(TINY["deepseek"], "math")
+    part = materialise(lm, "model.layers.2", None, 0, torch.device("cpu"))
+    bias = part.mlp.gate.e_score_correction_bias
+    assert bias.hf_name == "model.layers.2.mlp.gate.e_score_correction_bias"
+    assert bias.dtype == torch.float32 and not bias.any()
+    assert part.mlp.experts.gate_up_proj.std().item() == pytest.approx(0.02, rel=0.1)
+    other = fill(lm, "model.layers.2", None, 0)
+    assert other is part
+
+
 BAD = {
     "num_experts_per_tok 9 does not choose from 8 experts": {"num_experts_per_tok": 9},
     "n_group 3 does not divide 8 experts into groups of at least 2": {"n_group": 3},
@@ -230,7 +288,8 @@ REFUSED = [*(("deepseek", change, message) for message, change in BAD.items()), 
 
 
 @pytest.mark.parametrize("name, change, message", REFUSED)
-def test_configurations_that_are_refused(name, change, message, tmp_path):
+def test_configurations_that_are_refused(name, change, message, tmp_path, record_property):
+    record_property("bad inputs", 1)
     config = json.loads(TINY[name].to_json_string(use_diff=False))
     (tmp_path / "config.json").write_text(json.dumps(config))
     load_config(tmp_path, 64)
@@ -287,6 +346,24 @@ def test_exported_experts_give_the_same_logits(name, shards, dtype, tmp_path, al
     skeleton(load_config(out, 64), "math", weights)
     tied = {"lm_head.weight"}
     assert weights.shapes.keys() - tied == model.state_dict().keys() - tied
+
+
+def test_the_masters_of_a_file_are_not_held_at_once(tmp_path, monkeypatch):
+    """At most READ bytes of them, or one fused tensor. Those read before are freed."""
+    shapes = {n: tuple(p.shape) for n, p in random_model("qwen3")[0].named_parameters()}
+    sizes = [4 * math.prod(shape) for shape in shapes.values()]
+    monkeypatch.setattr(export_files, "READ_AT_ONCE", 4096)
+    held, earlier = [], []
+
+    def read(tensors):
+        assert not any(t() is not None for t in earlier)
+        held.append(sum(t.nbytes for t in tensors.values()))
+        for t in tensors.values():
+            earlier.append(weakref.ref(t.zero_()))
+
+    export_files.write_weights(tmp_path, read, shapes, torch.bfloat16, "5GB")
+    assert len(held) > 3 and max(held) == max(sizes)
+    assert sum(held) == sum(sizes)
 
 
 def test_a_checkpoint_without_the_bias_is_refused(tmp_path, alone):

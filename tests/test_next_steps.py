@@ -7,8 +7,9 @@ import sys
 
 import pytest
 from conftest import ROOT
+from tiny_tokenizer import make_tokenizer, packs_of, write
 
-from llm_demo import evaluate, export
+from llm_demo import chat, evaluate, export
 from llm_demo.machine.text import resume
 from llm_demo.run.next_steps import next_steps
 
@@ -58,6 +59,27 @@ def test_the_flags_of_the_data_and_a_trained_base_are_kept(folder):
     assert {name: getattr(args, name) for name in flags} == flags
 
 
+def test_the_best_checkpoint_is_exported_after_early_stopping(folder):
+    (folder / "model").mkdir()
+    (folder / "model/chat_template.jinja").write_text("")
+    found = said(folder, steps=9, best=3)
+    assert words(found["export"]) == ["my run/checkpoints/step_00000003", "my run/hf"]
+    assert words(found["chat"]) == ["my run/hf"]
+    merge = said(folder, steps=9, best=3, lora_rank=4)["merge"]
+    assert words(merge)[:2] == ["my run/checkpoints/step_00000003", "my run/merged"]
+    (folder / "hf").mkdir()
+    (folder / "hf/README.md").write_text("FSDP2, 3 optimizer steps, from")
+    assert "export" not in said(folder, steps=9, best=3)
+
+
+def test_adapters_are_merged_to_be_evaluated(folder):
+    found = said(folder, lora_rank=4)
+    merge = export.make_parser().parse_args(words(found["merge"]))
+    assert merge.merge and not export.make_parser().parse_args(words(found["export"])).merge
+    args = evaluate.make_parser().parse_args(words(found["evaluate"]))
+    assert args.models[-1] == str(merge.out) == "my run/merged"
+
+
 def test_commands_are_quoted_and_parse(folder):
     found = said(folder)
     args = export.make_parser().parse_args(words(found["export"]))
@@ -80,6 +102,20 @@ def test_only_commands_that_can_work(folder, monkeypatch):
     assert "continue" not in said(folder) and "same command on every node" in resume(folder)
     (folder / "checkpoints/latest").unlink()
     assert not {"export", "evaluate", "continue"} & said(folder).keys()
+
+
+def test_chat_has_the_system_prompt_that_all_rows_have(folder, tmp_path):
+    (folder / "model").mkdir()
+    (folder / "model/chat_template.jinja").write_text("")
+    assert words(said(folder)["chat"]) == ["my run"]
+    for system in ("You are 'kind'.\nBe brief.", "-x"):
+        args = chat.make_parser().parse_args(words(said(folder, system=system)["chat"]))
+        assert (args.model, args.system) == ("my run", system)
+    rows = [{"system": s, "instruction": "hi", "output": "yo"} for s in ("a", "a", "b", "")]
+    for begin, end, systems in ((0, 2, ["a"]), (0, 4, ["a", "b"]), (3, 4, [""])):
+        write(tmp_path / "x.jsonl", *rows[begin:end])
+        packs = packs_of(str(tmp_path / "x.jsonl"), make_tokenizer())
+        assert packs.documents.stats.systems == systems
 
 
 def test_a_run_that_went_on_is_exported_again_beside_the_earlier_export(folder):

@@ -8,6 +8,8 @@ from importlib import metadata
 import pytest
 from conftest import ROOT, environment, free_port, python, slow, smaller_model
 
+from llm_demo.machine import dist
+
 # What a rank runs: it meets the others and compares its node with theirs.
 MEETS = """
 import os
@@ -53,7 +55,8 @@ def test_nodes_meet(tmp_path):
         assert f"waiting for 2 nodes at {place}, up to 60 s\n" in text
 
 
-def test_a_missing_node_is_counted_and_the_address_named(tmp_path):
+def test_a_missing_node_is_counted_and_the_address_named(tmp_path, record_property):
+    record_property("bad inputs", 3)
     ((code, text),), port = nodes(tmp_path, (0, 2), seconds=2)
     (error,) = errors_of(text)
     place = f"MASTER_ADDR=127.0.0.1, MASTER_PORT={port}"
@@ -72,7 +75,8 @@ def test_a_missing_node_is_counted_and_the_address_named(tmp_path):
         ([(0, 3), (1, 3), (1, 3)], "2 nodes at .* have NODE_RANK=1 and NNODES=3"),
     ],
 )
-def test_nodes_with_other_numbers_end(who, words, tmp_path):
+def test_nodes_with_other_numbers_end(who, words, tmp_path, record_property):
+    record_property("bad inputs", 1)
     begun = time.monotonic()
     found, _ = nodes(tmp_path, *who)
     assert time.monotonic() - begun < 60
@@ -88,11 +92,25 @@ def test_nodes_with_other_numbers_end(who, words, tmp_path):
         (("KIND", "H200"), "the GPU", "CPU", "H200"),
     ],
 )
-def test_other_versions_and_gpus_end_all_nodes(other, name, here, there, tmp_path):
+def test_other_versions_and_gpus_end_all_nodes(other, name, here, there, tmp_path, record_property):
+    record_property("bad inputs", 1)
     found, _ = nodes(tmp_path, (0, 2), (1, 2, other))
     for code, text in found:
         assert code == 2, text
         assert f"error: {name} is {here} on rank 0, but {there} on rank 1: start all" in text
+
+
+def test_the_digest_is_of_all_code(tmp_path, monkeypatch):
+    """fsdp_pp imports from fsdp."""
+    monkeypatch.setattr(dist, "ROOT", tmp_path)
+    for name in ("llm_demo/run/log.py", "fsdp/flags.py", "fsdp/fsdp2.py", "fsdp_pp/flags.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("a = 1")
+    seen = {dist.versions()["the code's digest"]}
+    for name in ("llm_demo/run/log.py", "fsdp/fsdp2.py", "fsdp_pp/flags.py"):
+        (tmp_path / name).write_text("a = 2")
+        seen.add(dist.versions()["the code's digest"])
+    assert len(seen) == 4
 
 
 ELSEWHERE = """
@@ -125,7 +143,8 @@ def test_nodes_without_a_shared_folder_are_told_before_step_1(tmp_path):
         slow("--eval_json other.jsonl", "held-out content of data file 1 is "),
     ],
 )  # fmt: skip
-def test_nodes_with_other_flags_or_other_data_all_end(difference, words, tmp_path):
+def test_nodes_with_other_flags_or_other_data_all_end(difference, words, tmp_path, record_property):
+    record_property("bad inputs", 1)
     row = '{"prompt": "Why?", "completion": "So."}\n'
     for name, times in (("data.jsonl", 9), ("held.jsonl", 3), ("other.jsonl", 4)):
         (tmp_path / name).write_text(row * times)

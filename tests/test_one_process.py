@@ -154,6 +154,35 @@ def test_masters_take_the_steps_of_adamw_in_fp32(micro_batches, dtype, moments, 
         assert torch.equal(p, found[p].to(dtype)) and not torch.equal(found[p], p.float())
 
 
+def test_masters_sum_gradients_in_fp32(compiled):
+    """1 + 1/512 has no bf16."""
+    model = nn.Sequential(nn.Linear(1, 1, bias=False)).to(HERE)
+    masters, _ = masters_of(model, torch.bfloat16, True, compiled)
+    for x in (1.0, 1 / 512):
+        model(torch.tensor([[x]], dtype=torch.bfloat16, device=HERE)).sum().backward()
+        masters.take_grads(last=x < 1)
+    assert masters.params[0].grad.item() == 1 + 1 / 512
+
+
+def test_a_skipped_step_changes_nothing(compiled):
+    model = small_model().to(HERE)
+    masters, optimizer = masters_of(model, torch.bfloat16, False, compiled)
+    before = [group.fp32().clone() for group in masters.groups]
+    model(torch.full((7, 6), torch.inf, dtype=torch.bfloat16, device=HERE)).sum().backward()
+    masters.take_grads(True)
+    assert not clipped_step(optimizer, 1.0, LossScale(torch.bfloat16, HERE)).isfinite()
+    after = [group.fp32() for group in masters.groups]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_tied_weight_has_one_master():
+    model = small_model()
+    model[1][0].weight = model[0][0].weight = nn.Parameter(torch.ones(5, 6))
+    masters, _ = masters_of(model, torch.bfloat16, False, False)
+    assert sum(m.numel() for m in masters.params) == sum(p.numel() for p in model.parameters())
+    assert model[1][0].weight is model[0][0].weight
+
+
 def test_halves_of_an_fp32_make_it_again():
     bits = torch.randint(-(2**31), 2**31, (100_000,)).to(torch.int32)
     few = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x18000, 0x3F800000, 0x3F808000, 0x3F818000]

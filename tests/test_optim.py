@@ -1,9 +1,12 @@
+import contextlib
 import math
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp.host_adamw import HostAdamW, UnitSum
 from llm_demo.core import optim
 from llm_demo.core.optim import MOMENTS, LossScale, clipped_step, global_norm, lr_at, make_adamw
 from llm_demo.flags.args import TrainArgs
@@ -31,6 +34,11 @@ def test_learning_rate(lr_scheduler):
     if lr_scheduler == "cosine":
         assert lrs[11] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 2)) / 2)
     assert lr_at(0, 1.0, 0, 1, lr_scheduler) == pytest.approx(lrs[-1])
+
+
+def test_each_lr_scheduler_of_the_flag_is_another_curve():
+    curves = {tuple(lr_at(step, 1.0, 4, 20, name) for step in range(20)) for name in LR_SCHEDULERS}
+    assert len(curves) == len(LR_SCHEDULERS)
 
 
 @pytest.mark.parametrize("step", [0, 10])
@@ -61,6 +69,22 @@ def compiled(request, monkeypatch):
         monkeypatch.setattr(owner, name, value)
     with torch.compiler.set_stance("default" if torch.cuda.is_available() else "force_eager"):
         yield request.param
+
+
+class Made(TorchDispatchMode):
+    """Notes the sizes of tensors that are made, and the dtypes that each norm is of."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.of_norms = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket is torch.ops.aten._foreach_norm:
+            self.of_norms.append({t.dtype for t in args[0]})
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and not func._schema.returns[0].alias_info:
+            self.sizes.append(out.numel())
+        return out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -114,6 +138,34 @@ def test_bf16_moments_are_those_of_an_adamw_that_rounds_them_after_each_step(cli
                 # to the bit, but for what lies between two values of bf16
                 torch.testing.assert_close(moment.float(), true, rtol=2**-7, atol=1e-12)
                 assert (moment == true).float().mean() >= 0.8
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+def test_a_step_takes_memory_for_a_slice_only(moments, compiled):
+    """Not for a whole parameter, and fp32 copies of bf16 moments not for all parameters. What is
+    compiled is tried out on copies: of 4 billion elements they would be 50 GB."""
+    matrix = nn.Parameter(torch.zeros(10, 10, device=HERE))
+    optimizer = make_adamw([matrix], 1e-3, 0.1, compiled, moments)
+    for _ in range(2):
+        matrix.grad = torch.ones_like(matrix)
+        with Made() as made:
+            optimizer.step()
+    assert max(made.sizes, default=0) <= 2 * 12
+
+
+def test_bf16_moments_need_a_second_moment_that_decays(monkeypatch):
+    """With beta2 0.999 it stays, as this shows; AdamW on the host asks the same."""
+    v = torch.ones(3, dtype=torch.bfloat16)
+    assert torch.equal((v.float() * 0.999).bfloat16(), v)
+    assert optim.BETAS[1] <= optim.LARGEST_BETA2
+    monkeypatch.setattr(optim, "BETAS", (0.9, 0.999))
+    for dtype, refused in ((torch.bfloat16, True), (torch.float32, False)):
+        for make in (make_adamw, HostAdamW):
+            unit = UnitSum(nn.Module(), [nn.Parameter(torch.zeros(3))], [3], compiles=False)
+            model = [unit] if make is HostAdamW else unit.params
+            raises = pytest.raises(ValueError, match="beta2 <= 0.99, not 0.999")
+            with raises if refused else contextlib.nullcontext():
+                make(model, 1e-3, 0.1, moments=dtype)
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
@@ -184,6 +236,14 @@ def test_loss_scale_grows_falls_to_1_and_is_1_in_other_dtypes():
     fixed = LossScale(torch.bfloat16, CPU)
     fixed.update(torch.tensor(True))
     assert fixed.scale == 1
+
+
+def test_global_norm_of_two_dtypes_copies_nothing():
+    """A GPU's kernel takes a list of one dtype. Of several, PyTorch copies each tensor in fp64."""
+    grads = [torch.ones(n, dtype=d) for n, d in ((3, BF16), (4, torch.float32), (9, BF16))]
+    with Made() as made:
+        assert global_norm(grads).item() == 4.0
+    assert made.of_norms == [{BF16}, {torch.float32}]
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """README and docs/ name the settings, flags, files and metrics that there are, and no others."""
 
+import ast
 import dataclasses
 import re
 
@@ -10,8 +11,11 @@ from bench.presets import BALANCED, NO_RESHARD, ONE_OF
 from bench.run import make_parser
 from llm_demo import chat, evaluate, export, fit
 from llm_demo.check import __main__ as check
+from llm_demo.core import attention
+from llm_demo.data import records
 from llm_demo.flags import args
 from llm_demo.flags.parsing import flag_text, groups_of
+from llm_demo.run.records import TIMES
 
 README = (ROOT / "README.md").read_text()
 DOCS = {page.stem: page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))}
@@ -28,6 +32,12 @@ PAGES = [
 
 SCRIPTS = ("fsdp", "pp", "zero", "fsdp_pp")
 LAUNCHERS = {kind: f"{kind}/launch_{kind}.sh" for kind in SCRIPTS}
+OF_RUNS = [
+    (ROOT / f"llm_demo/run/{name}.py").read_text()
+    for name in ("folder", "log", "records", "job", "saver")
+]
+TEXTS = {".py", ".sh", ".yaml"}
+NOT_OURS = {"NCCL", "GLOO", "HSA", "OMP", "PYTORCH", "TORCHINDUCTOR", "PR"}  # first words of names
 FOREIGN_FLAGS = {
     "--shm-size", "--ipc", "--env",  # docker's, SkyPilot's
     "--nodes", "--partition", "--time", "--signal", "--requeue", "--wait",  # Slurm's
@@ -105,6 +115,17 @@ def test_every_flag_named_exists_and_every_commands_flag_is_named():
     assert commands <= named, commands - named
 
 
+def test_every_variable_named_is_read_somewhere():
+    named = set(re.findall(r"\b[A-Z][A-Z0-9]*_[A-Z_]+\b|\b[A-Z]{2,}(?==)", TEXT))
+    named = {name for name in named if name.split("_")[0] not in NOT_OURS}
+    folders = ("llm_demo", "fsdp", "pp", "zero", "fsdp_pp", "tests", "cluster")
+    files = [p for top in folders for p in (ROOT / top).rglob("*.*") if p.suffix in TEXTS]
+    files += [ROOT / "launch_common.sh", ROOT / "setup.sh"]
+    read = set(re.findall(r"\w+", "".join(file.read_text() for file in files)))
+    assert len(named) > 30
+    assert named <= read, named - read
+
+
 def test_every_path_named_exists():
     """Of those that begin with one of our folders."""
     text = re.sub(r"\]\(\S+?\)", "]", TEXT)  # links have a test of their own
@@ -125,6 +146,42 @@ def test_every_test_named_exists():
     }
     missing = {(f, w) for f, w in words if w.lower() not in (ROOT / f).read_text().lower()}
     assert not missing
+
+
+def test_every_folder_is_described_in_the_readme():
+    tops = (*SCRIPTS, "llm_demo", "bench")
+    packages = {p.parent for top in tops for p in (ROOT / top).rglob("*.py")}
+    expected = {f"{p.relative_to(ROOT)}/" for p in packages} | {
+        "data/", "models/", "runs/", "docs/", "cluster/",
+    }  # fmt: skip
+    described = set(re.findall(r"`([\w./]+/)`", section(README, "Folders")))
+    assert described == expected | {"tests/", ".ci/"}
+
+
+def test_the_keys_of_metrics_jsonl_are_those_written():
+    rows = table(DOCS["metrics"], "The numbers of a step")
+    named = {key for row in rows for key in re.findall("`(.*?)`", row[1])}
+    written = set()
+    for node in (node for text in OF_RUNS for node in ast.walk(ast.parse(text))):
+        keys = {getattr(key, "value", None) for key in getattr(node, "keys", ())}
+        if "step" in keys and any("/" in str(key) for key in keys):
+            written |= keys  # the object of a step, of an evaluation, of a checkpoint
+    written = (written - {None}) | {*TIMES}  # a dict of these is unpacked
+    # of a mixture of experts, each set by itself
+    sources = [*OF_RUNS, (ROOT / "fsdp/train_fsdp.py").read_text()]
+    written |= {key for text in sources for key in re.findall(r'"(moe/\w+)"', text)}
+    assert len(written) > 12
+    assert named == written
+    columns = re.search(r"COLUMNS = \((.*?)\)\n", "".join(OF_RUNS))[1]
+    assert f"`{' | '.join(ast.literal_eval(columns))}`" in DOCS["metrics"]
+
+
+def test_the_shapes_of_data_and_the_backends_are_those_there_are():
+    formats = set(records.FORMATS)
+    assert {row[0].strip("`") for row in table(README, "Your model and data")} == formats
+    assert {row[0].strip("`") for row in table(DOCS["data"], "Keys of a row")} == formats
+    backends = [row[0].strip("`") for row in table(DOCS["attention"], "Backends")]
+    assert backends == list(attention.IMPLS)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

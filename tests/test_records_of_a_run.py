@@ -16,7 +16,9 @@ from llm_demo.run.records import (
     TIMES,
     Gather,
     Records,
+    beyond_terminal,
     summarise,
+    without,
 )
 
 WORLD = World(0, 1, 0, torch.device("cpu"))
@@ -145,6 +147,44 @@ def test_medians_are_of_the_steps_since_the_last_start():
         summary = summarise(history, SETTINGS, 1.0, None, None, [0.0])
         assert (summary["steps"], summary["median_step_ms"]) == (8, median)
         assert (summary["best_loss"], summary["last_loss"]) == (2.0, 4.0)  # of steps with one
+
+
+@pytest.fixture
+def on_terminal(monkeypatch):
+    """From the moment that it is called."""
+    terminal = SimpleNamespace(isatty=lambda: True)
+    return lambda: monkeypatch.setattr("sys.stdout", terminal)
+
+
+def test_a_line_fits_the_terminal(on_terminal, monkeypatch):
+    fields = ["step 1234/5000", "loss 1.2345", "load 1.3x", "gnorm 12.34", "lr 2.0e-05"]
+    fields += ["1234 ms (comm 123)", "123.4k tok/s (12.3k labels)", "mfu 45.6%", "mem 76.5 GiB"]
+    fields.append("eta 1:34:56")
+    assert beyond_terminal(fields) == ()  # written to a file
+    on_terminal()
+
+    def shown(columns):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        line = " | ".join(without(fields, beyond_terminal(fields)))
+        assert len(line) <= columns
+        return line
+
+    always = ("step 1234/5000", "loss 1.2345", "1234 ms", "mem 76.5 GiB", "eta 1:34:56")
+    lines = {columns: shown(columns) for columns in (200, 150, 110, 80)}
+    assert all(part in line for line in lines.values() for part in always)
+    assert lines[200] == " | ".join(fields)
+    assert lines[150] == lines[200].replace(" (12.3k labels)", "")
+    assert "lr 2.0e-05" in lines[110] and "gnorm" not in lines[110]
+
+
+def test_a_step_is_logged_before_its_evaluation():
+    timer, records, recorded, said = a_run(3)
+    add(timer, records, 1)
+    add(timer, records, 2)
+    records.add_eval(2, 1.5, 1, 2)
+    assert [line[:20] for line in said[-2:]] == [said[-2][:20], "step 2/3 | held-out "]
+    assert said[-2].startswith("step 2/3 | loss ")
+    assert [record["step"] for record in recorded] == [1, 2, 2] and "eval/loss" in recorded[-1]
 
 
 def test_a_step_that_waited_for_the_allocator_says_so_once(monkeypatch):

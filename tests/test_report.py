@@ -3,6 +3,7 @@
 import html
 import json
 import os
+import random
 import re
 import sys
 import xml.etree.ElementTree as ET
@@ -167,6 +168,18 @@ def test_held_out_losses_of_other_data_say_so(tmp_path):
         assert rows["held-out loss"] == ["4.0000", said]
 
 
+def test_a_number_that_is_absent_is_a_dash(tmp_path):
+    a = write(tmp_path / "a", [record(1), {"step": 1, "eval/loss": 4.0, "eval/exact": 0.5}])
+    b = write(tmp_path / "b", [record(1, **{"perf/mfu": None})], {"eval_json": "none"})
+    c = write(tmp_path / "c", [], {"eval_json": "none"}, ended=False)
+    rows = rows_of(make(tmp_path / "page.html", a, b, c))
+    for name in ("held-out loss", "best held-out loss", "held-out answers exact", "MFU"):
+        assert rows[name][1:] == ["–", "–"], name
+    for name in ("training loss", "tokens per second", "step", "peak memory", "seen", "duration"):
+        assert rows[name][2] == "–", name
+    assert all(cell for cells in rows.values() for cell in cells)
+
+
 def test_the_page_needs_nothing_but_itself(two):
     page = two[2]
     addresses = set(re.findall(r"\w+://[^\s\"'<>]+", page))
@@ -202,6 +215,52 @@ def test_waiting_behind_compute_counts_as_exposed_only_where_it_fits():
     assert report.WARMUP == records.WARMUP
 
 
+def test_a_run_that_is_going_on_and_one_killed_in_the_middle_of_a_line(tmp_path):
+    live = write(tmp_path / "live", map(record, range(1, 8)), ended=False)
+    whole = (live / "metrics.jsonl").read_bytes()
+    (found,) = report.read_runs([live])
+    assert report.status(found) == "running or interrupted at step 7 of 12"
+    last = len(whole) - whole[:-1].rindex(b"\n") - 2
+    for cut in (1, last // 2):  # a line may end anywhere
+        (live / "metrics.jsonl").write_bytes(whole[:-cut])
+        (found,) = report.read_runs([live])
+        torn = cut > 1
+        assert found.broken == torn
+        assert report.status(found) == f"running or interrupted at step {7 - torn} of 12"
+    page = make(tmp_path / "live.html", live)
+    assert "running or interrupted at step 6 of 12" in page and "1 unreadable line" in page
+    assert len(points(charts(page)["Loss"], "A-loss")) == 6
+    # longer than its summary says: resumed with more steps
+    (live / "summary.json").write_text('{"steps": 5}')
+    (found,) = report.read_runs([live])
+    assert report.status(found).startswith("running or interrupted")
+
+
+def test_a_run_without_a_step_yet(tmp_path, two):
+    new = write(tmp_path / "new", [{"step": 0, "eval/loss": 8.5}], ended=False)
+    page = make(tmp_path / "new.html", new)
+    assert "No step is logged yet" in page and "no step logged yet" in page and "8.5000" in page
+    (new / "metrics.jsonl").unlink()
+    assert "No step is logged yet" in make(tmp_path / "new.html", new)  # replaced
+    page = make(tmp_path / "new.html", two[0], new)
+    assert "no step logged yet" in page and len(charts(page)) == 4
+
+
+def test_numbers_that_are_missing_or_not_finite(tmp_path):
+    untimed = {"perf/comm_exposed_ms": None, "perf/comm_wait_ms": None, "perf/toks_per_s": None}
+    old = [record(step, **untimed) for step in range(1, 6)]
+    old[2]["train/loss"] = None
+    page = make(tmp_path / "old.html", write(tmp_path / "old", old))
+    drawn = charts(page)
+    assert drawn.keys() == {"Loss", "Gradient norm"}
+    assert page.count("Not recorded in these runs") == 2
+    assert len(points(drawn["Loss"], "A-loss")) == 4
+    bad = [record(s, **{"train/loss": None, "train/grad_norm": None, "train/skipped": True,
+                        "perf/step_ms": None}) for s in range(1, 5)]  # fmt: skip
+    rows = rows_of(make(tmp_path / "bad.html", write(tmp_path / "bad", bad)))
+    assert rows["training loss"] == ["not finite"] and rows["skipped"] == ["4 of 4 logged steps"]
+
+
 EVIL = "</td></title></style><script>document.title='x'</script><img src=x onerror=alert(1)>\"'&$a$"
 
 
@@ -219,24 +278,62 @@ def test_what_files_say_is_text(tmp_path):
     assert "a/&lt;script&gt;alert(1)&lt;|script&gt;" in page and len(charts(page)) == 4
 
 
-BAD = {  # the page: what is said, of a folder that has good/, a run, and pipe
-    "empty": "Is a directory",
-    "pipe": "pipe is not a regular file",
-    "a/b.html": "b.html: No such file or directory",
-    "good/metrics.jsonl": "is not a report: choose another",
+def test_a_long_run_is_a_small_page(tmp_path):
+    rng = random.Random(0)
+    records = []
+    for step in range(1, 30_001):
+        loss, speed = 2 + 6 / step**0.3 + rng.gauss(0, 0.2), rng.gauss(1000, 50)
+        records.append(record(step, **{"train/loss": loss, "perf/toks_per_s": speed}))
+    records[18_555]["train/loss"] = 13.0
+    records += [{"step": s, "eval/loss": 8 - s / 6e3} for s in range(0, 30_001, 100)]
+    long = write(tmp_path / "long", records, {"max_steps": 30_000})
+    out = tmp_path / "long.html"
+    drawn = charts(make(out, long))
+    chart = drawn["Loss"]
+    assert out.stat().st_size < 600_000
+    band = points(chart, "A-loss-range")
+    top = band[band[:, 1].argmin()]  # the spike is there, in its place
+    line = points(chart, "A-loss")
+    first, last = line[0, 0], line[-1, 0]
+    assert (top[0] - first) / (last - first) == pytest.approx(0.618, abs=5e-3)
+    # the median is smooth, and where the loss is
+    assert 100 < len(line) <= report.POINTS_OF_A_LINE
+    heldout = points(chart, "A-heldout")  # falls from 8 to 3
+    scale = 5 / (heldout[-1, 1] - heldout[0, 1])
+    losses = 8 - (line[:, 1] - heldout[0, 1]) * scale
+    assert losses.max() < 9 and top[1] < line[:, 1].min()
+    assert losses[-1] == pytest.approx(2 + 6 / 3e4**0.3, abs=0.05)
+
+
+BAD = {  # case: (the run, the page, what is said), in a folder that has good/ and these
+    "no run": ("empty", "page.html", "is not a run's folder"),
+    "a model": ("hf", "page.html", "is not a run's folder"),
+    "a broken file": ("broken", "page.html", "broken/config.json: "),
+    "a pipe": ("piped", "page.html", "metrics.jsonl is not a regular file"),
+    "out is a folder": ("good", "empty", "Is a directory"),
+    "out is a pipe": ("good", "piped/metrics.jsonl", "metrics.jsonl is not a regular file"),
+    "out has no folder": ("good", "a/b.html", "b.html: No such file or directory"),
+    "out is no report": ("good", "good/metrics.jsonl", "is not a report: choose another"),
 }
 
 
-@pytest.mark.parametrize("out", BAD)
-def test_a_page_replaces_no_other_file(out, tmp_path):
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_nothing_is_written(case, tmp_path, record_property):
+    record_property("bad inputs", 1)
     good = write(tmp_path / "good", map(record, range(1, 4)))
+    piped = write(tmp_path / "piped", [])
+    (piped / "metrics.jsonl").unlink()
+    os.mkfifo(piped / "metrics.jsonl")  # who opens it waits without end
     (tmp_path / "empty").mkdir()
-    os.mkfifo(tmp_path / "pipe")  # who opens it waits without end
+    broken = write(tmp_path / "broken", [])
+    (broken / "config.json").write_text('{"max_st')
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/config.json").write_text('{"model_type": "qwen3"}')
     before = (good / "metrics.jsonl").read_text()
-    with refused(BAD[out]):
-        make(tmp_path / out, good)
-    with refused("empty is not a run's folder"):
-        make(tmp_path / "page.html", tmp_path / "empty")
+    run, out, said = BAD[case]
+    with refused(said):
+        make(tmp_path / out, tmp_path / run)
+    assert not (tmp_path / "page.html").exists()
     assert (good / "metrics.jsonl").read_text() == before
 
 

@@ -18,6 +18,7 @@ from transformers import (
 from llm_demo import evaluate
 from llm_demo.core.attention import make_documents, rotary_tables
 from llm_demo.core.decoder import Blocks, DecoderLoss, allocate, skeleton
+from llm_demo.core.errors import UserError
 from llm_demo.core.rows import position_ids
 from llm_demo.model.source import load_config
 from pp.ds_engine import BlockInputs
@@ -164,3 +165,11 @@ def test_evaluation_does_not_mix_frequencies(kind, tmp_path):
     assert found["tokens"] == tokens and found["loss"] == pytest.approx(loss, rel=1e-5)
     assert evaluate.length_dependent_rope(config_of(kind)) == (kind != "yarn")
     assert not evaluate.length_dependent_rope(load_config(TINY, 64))
+
+
+def test_a_broken_longrope_is_one_line(tmp_path):
+    config = config_of("longrope").to_dict()
+    config["rope_parameters"]["long_factor"] = [1.0, 2.0, 3.0]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="longrope"):
+        load_config(tmp_path, 64)

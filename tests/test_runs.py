@@ -5,6 +5,7 @@ import fcntl
 import gc
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -19,6 +20,7 @@ from conftest import (
     args_with,
     command_line,
     logged,
+    run,
     script_of,
     slow,
     smaller_model,
@@ -29,8 +31,11 @@ from test_security import sign
 
 from llm_demo.core.errors import Stopped, UserError
 from llm_demo.core.mesh import World
+from llm_demo.core.optim import LossScale
+from llm_demo.machine import files
 from llm_demo.run import checkpoint_files, records
 from llm_demo.run import folder as run_folder
+from llm_demo.run import log as run_lock
 from llm_demo.run.export_run import export
 from llm_demo.run.folder import environment
 
@@ -205,10 +210,20 @@ def test_overwrite_deletes_no_input(train, tmp_path):
     assert contents(tmp_path / "out") == before
 
 
+@pytest.mark.parametrize("steps, profiled", [("2:2", True), ("1:2", False), ("2:3", False)])
+def test_a_resumed_run_profiles_the_steps_it_has_or_none(steps, profiled, train, capsys):
+    train("fsdp", "--max_steps 1")
+    out = train("fsdp", f"--max_steps 2 --resume auto --profile_steps {steps}")
+    refused = f"--profile_steps {steps}: nothing is profiled, since this run has steps 2 to 2"
+    assert (refused in capsys.readouterr().out) is not profiled
+    assert (out / "profile.txt").exists() is profiled
+
+
 NO_RECORDS = ["3", "{}", "\xff", '{"step": 1, "train/l']
 
 
-def test_lines_without_a_record_stop_no_resume(train, capsys):
+def test_lines_without_a_record_stop_no_resume(train, capsys, record_property):
+    record_property("bad inputs", len(NO_RECORDS))
     flags = "--resume auto"
     file = train("fsdp", f"{flags} --max_steps 1") / "metrics.jsonl"
     (good,) = [line for line in file.read_text().splitlines() if "train/loss" in line]
@@ -232,6 +247,26 @@ def test_a_checkpoint_beyond_the_last_step_is_said_and_costs_nothing(train, caps
     beyond = "out/checkpoints/step_00000003 is of step 3, beyond the run's 2 steps;"
     assert f"nothing to train: {beyond}" in said and "last step" not in said
     assert contents(out) == before
+
+
+def test_a_moved_runs_command_asks_where_to_go_on(train, tmp_path):
+    out = train("fsdp", "--max_steps 1")
+    command = lambda *flags: run(["bash", *flags], cwd=tmp_path, fresh=True)  # noqa: E731
+    assert command("out/cmd.sh", "--help").returncode == 0
+    out.rename(tmp_path / "moved")
+    done = command("moved/cmd.sh", "--resume", "auto")
+    line = f"error: this run was moved from {out}: add --output_dir {tmp_path}/moved\n"
+    assert (done.returncode, done.stderr) == (2, line)
+    assert command("moved/cmd.sh", "--output_dir", "moved", "--help").returncode == 0
+
+
+def test_overwrite_from_within_the_runs_folder(train, tmp_path, monkeypatch):
+    old_run(tmp_path / "out")
+    monkeypatch.chdir(tmp_path / "out")
+    flags = f"--train_json {tmp_path}/data.jsonl --model_name_or_path {tmp_path}/tiny"
+    train("fsdp", f"{flags} --output_dir . --overwrite --max_steps 1")
+    assert {record["step"] for record in logged(".", "step")} == {1}
+    assert os.path.samefile(".", tmp_path / "out")
 
 
 def test_overwrite_deletes_a_run_and_no_more(train, tmp_path, monkeypatch):
@@ -279,6 +314,13 @@ def test_no_run_writes_through_the_links_of_a_folder(how, train, tmp_path):
     assert not [*mine.iterdir()] and before.items() <= contents(tmp_path / "out").items()
 
 
+def test_a_file_is_replaced_not_what_a_link_at_its_part_points_to(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / ".part-a.json").symlink_to(tmp_path / "mine")
+    files.write_text(tmp_path / "a.json", "new")
+    assert [(tmp_path / name).read_text() for name in ("mine", "a.json")] == ["mine", "new"]
+
+
 def test_no_secret_of_the_environment_is_written_down(monkeypatch):
     names = "TOKEN API_KEY SECRET PASSWORD CREDENTIALS AUTH secret PWD Private SIGNATURE"
     secret = {f"TORCH_{name}": "hunter2" for name in names.split()}
@@ -306,6 +348,25 @@ ADDRESSES = {  # name: a value, what is written down of it
 }
 
 
+def test_no_secret_of_a_flag_is_written_down_or_shown(tmp_path):
+    """But in cmd.sh, which has to start the run again. A run may be of an earlier version."""
+    settings = {"deepspeed_config": "https://u:hunter2@h/x", "seq_len": 8, "lr": 0.5}
+    run_folder.describe_run(tmp_path, settings, WORLD)
+    kept = settings | {"deepspeed_config": "https://***@h/x"}
+    assert json.loads((tmp_path / "config.json").read_text()) == kept
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    (tmp_path / "env.json").write_text('{"environment": {"HSA_PWD": "hunter2"}}')
+    found = run_folder.read_run(tmp_path)
+    assert (found.config, found.env) == (kept, {"environment": {"HSA_PWD": "left out"}})
+
+
+def test_runs_of_the_same_second_have_names_of_their_own():
+    args = args_with(model_name_or_path="m")
+    chosen = [run_folder.choose_folder(args, "fsdp") for _ in range(3)]
+    assert len(set(chosen)) == 3 and {folder.parent for folder in chosen} == {ROOT / "runs"}
+    assert all(re.fullmatch(r"fsdp-m-\d{8}-\d{6}-\d{6}", folder.name) for folder in chosen)
+
+
 # ---------------------------------------------------------------- locks
 
 
@@ -320,6 +381,41 @@ def test_a_live_run_is_locked_before_its_checkpoints_are_read(flags, train, tmp_
             with pytest.raises(UserError, match="out: another run is using it"):
                 train(kind, f"--max_steps 2 {flags}")
     assert contents(tmp_path / "out") == before
+
+
+def test_nothing_is_created_to_be_locked(tmp_path):
+    args = SimpleNamespace(dry_run=True, estimate=False, overwrite=False, resume="auto")
+    (tmp_path / "lost/checkpoints/step_00000001").mkdir(parents=True)  # and no cmd.sh
+    assert run_lock.lock_folder(tmp_path / "lost", args) is None
+    assert not (tmp_path / "lost/cmd.sh").exists()
+    args.dry_run = False
+    first = run_lock.lock_folder(tmp_path / "lost", args)
+    for mode in ("a", "x"):
+        with pytest.raises(UserError, match="another run is using it"):
+            run_lock.Lock(tmp_path / "lost", mode)
+    first.close()
+
+
+def test_a_folder_that_another_run_used_meanwhile_is_not_taken(tmp_path):
+    args = SimpleNamespace(dry_run=False, estimate=False, overwrite=False, resume="auto")
+    assert run_lock.lock_folder(tmp_path, args) is None
+    (tmp_path / "checkpoints/step_00000009").mkdir(parents=True)
+    with pytest.raises(UserError, match="another run is using it"):
+        run_lock.take_folder(tmp_path, args, None)
+
+
+def test_a_folder_replaced_under_a_run_is_seen(tmp_path):
+    for away in ("out", "out/cmd.sh"):
+        (tmp_path / "out").mkdir(exist_ok=True)
+        lock = run_lock.Lock(tmp_path / "out", "a")
+        assert not lock.lost()
+        (tmp_path / away).rename(tmp_path / "away")
+        assert lock.lost()
+        lock.path.parent.mkdir(exist_ok=True)
+        lock.path.touch()
+        assert lock.lost()  # another run's
+        lock.close()
+        (tmp_path / "away").rename(tmp_path / f"gone {len(away)}")
 
 
 # ---------------------------------------------------------------- not finite
@@ -399,7 +495,90 @@ def test_a_background_checkpoint_is_of_copies(tmp_path, monkeypatch):
             assert torch.equal(saved[name], t + step - 1), (step, name)
 
 
+def test_the_order_of_what_reaches_the_disk(tmp_path, monkeypatch):
+    """A loss of power at any moment: a name never stands for what is not on the disk."""
+    events, fsync = [], os.fsync
+
+    def synced(fd):
+        events.append(("fsync", Path(os.readlink(f"/proc/self/fd/{fd}")).name))
+        fsync(fd)
+
+    def rename(old, new, *, real=os.rename):
+        events.append(("rename", Path(old).name, Path(new).name))
+        real(old, new)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(os, name, rename)
+    save(make(tmp_path), 1)
+    part, step = ".part-step_00000001", "step_00000001"
+
+    def at(*event):
+        assert events.count(event) == 1, (event, events)
+        return events.index(event)
+
+    published = at("rename", part, step)
+    contents = [("fsync", "__0_0.distcp"), ("fsync", ".metadata.tmp")]
+    contents += [("rename", f".part-{n}", n) for n in ("trainer.json", "manifest.json")]
+    manifest = at("fsync", ".part-manifest.json")
+    assert all(at(*event) < manifest for event in contents[:3])  # it is the proof of the others
+    assert manifest < at(*contents[3]) < at("fsync", part) < published
+    assert at("fsync", ".part-trainer.json") < at(*contents[2])
+    # and only when the name is on the disk does `latest` point at it
+    latest = at("rename", ".part-latest", "latest")
+    assert published < at("fsync", "checkpoints") < at("fsync", ".part-latest") < latest
+    assert latest == len(events) - 1
+
+
 # ---------------------------------------------------------------- fp16's loss scale
+
+
+def overflows(n):
+    """Steps that overflow, of n: the first, then now and then."""
+    return [i in (0, 3, 4, 1200, 1201, 2500) for i in range(n)]
+
+
+@pytest.mark.parametrize("at", [1, 5, 1004])
+def test_the_loss_scale_goes_on_as_if_never_stopped(at):
+    import deepspeed
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    from pp import ds_state
+
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+    whole, again = (LossScale(torch.float16, torch.device("cpu")) for _ in range(2))
+
+    def deepspeeds():
+        scaler = DynamicLossScaler(
+            init_scale=2.0**16, scale_window=1000, min_scale=1.0,
+            delayed_shift=2, consecutive_hysteresis=False, raise_error_at_min_scale=False,
+        )  # fmt: skip
+        kind = type("Optimizer", (), {"_lazy_init_hp_params_optimizer_state": lambda self: None})
+        optimizer = kind()
+        optimizer.loss_scaler = scaler
+        state = {0: {"step": torch.tensor(5.0)}}
+        optimizer.optimizer = SimpleNamespace(param_groups=[], state=state)
+        module = SimpleNamespace(parameters=list)
+        return SimpleNamespace(optimizer=optimizer, module=module, dp_world_size=1), scaler
+
+    (one, scaler), (other, scaler_again) = deepspeeds(), deepspeeds()
+    seen = []
+    for step, overflow in enumerate(overflows(2600)):
+        if step == at:
+            again.load(json.loads(json.dumps(whole.facts())))
+            facts = json.loads(json.dumps(ds_state.engine_facts(one)))
+            ds_state.load_state(other, lambda tensors: None, facts)
+        for scale in (whole, again)[: 1 + (step >= at)]:
+            scale.update(torch.tensor(overflow))
+        for each in (scaler, scaler_again)[: 1 + (step >= at)]:
+            each.update_scale(overflow)
+        if step >= at:
+            assert whole.facts() == again.facts(), step
+            assert scaler.cur_scale == scaler_again.cur_scale, step
+            facts, facts_again = ds_state.engine_facts(one), ds_state.engine_facts(other)
+            assert facts["loss_scale"] == facts_again["loss_scale"]
+        seen.append((whole.scale.item(), scaler.cur_scale))
+    assert len(set(seen)) > 4  # it moved
 
 
 @pytest.mark.parametrize("kind", ALL)

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from conftest import TINY, args_with
 from tiny_tokenizer import packs_of
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
+    MetadataIndex,
     TensorProperties,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, modeling_utils
@@ -126,6 +128,24 @@ def test_a_good_checkpoint_is_read(folder):
     export_of(folder)
 
 
+class AsPython3112(pickle.Pickler):
+    """Pickles members of enums as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, obj):
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, Enum) else NotImplemented
+
+
+def test_a_checkpoint_of_python_3_11_2_is_read(folder):
+    file = folder / ".metadata"
+    metadata, written = pickle.loads(file.read_bytes()), io.BytesIO()
+    AsPython3112(written).dump(metadata)
+    assert b"getattr" in written.getvalue()
+    file.write_bytes(written.getvalue())
+    sign(folder)
+    assert all(t.any() for t in resume_from(folder).values())
+    export_of(folder)
+
+
 COMMANDS = {
     "os.system": lambda marker: Command(os.system, f"touch {marker}"),
     "eval": lambda marker: Command(eval, f"open({str(marker)!r}, 'w')"),
@@ -208,6 +228,15 @@ def test_odd_metadata_is_refused(case, folder):
     change, message = ODD[case]
     change_metadata(folder, change)
     refused(folder, message)
+
+
+def test_a_class_of_ours_is_not_changed_by_a_pickle(folder):
+    """BUILD with two states sets attributes, of a class too."""
+    name = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n"
+    (folder / ".metadata").write_bytes(name + b"(N}U\x03fqnI1\nstb.")
+    sign(folder)
+    refused(folder, "is damaged")
+    assert not hasattr(MetadataIndex, "fqn")
 
 
 @pytest.mark.parametrize("what", ["command", "dictionary", "garbage"])
@@ -498,8 +527,9 @@ def test_weights_are_no_pickle_whatever_their_name(reader, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "part"])
-def test_weights_that_are_no_file_are_refused(name, tmp_path):
+def test_weights_that_are_no_file_are_refused(name, tmp_path, record_property):
     """A pipe would be waited for without end. A link may be left of a cache of downloads."""
+    record_property("bad inputs", 4)
     if name == "part":
         index = {"weight_map": {"lm_head.weight": name}}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -15,10 +15,12 @@ from test_attention import CPU
 from test_parity import assert_equal, plain_loop, train
 from test_rotary import LONGROPE
 from tiny_tokenizer import packs_of
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, Phi3Config, Qwen3Config
 
 from bench.checkpoints import tensors
+from llm_demo.core.attention import LongRope
 from llm_demo.core.errors import UserError
+from llm_demo.core.rows import Slice
 from llm_demo.model.costs import Heads, share_of_heads
 from llm_demo.run.choices import decide_compute
 
@@ -191,3 +193,34 @@ def test_heads_of_a_rank():
     args = args_with(compile=False, sequence_parallel=3)
     with pytest.raises(UserError, match="does not divide 4"):
         decide_compute(args, CPU, torch.float32, MODELS["tied"], [])
+
+
+def test_positions_of_a_slice():
+    index = torch.tensor([0, 3, 4, 9, 15, 16, 23, 31])  # two rows of 16
+    found = []
+    for at in range(4):
+        here, own = Slice(at, 4).of_positions(index, 16)
+        rows = torch.arange(32).view(2, 16)
+        assert torch.equal(Slice(at, 4).of_rows(rows).flatten()[own], index[here])
+        found += index[here].tolist()
+    assert sorted(found) == index.tolist()
+
+
+def test_longrope_goes_by_the_length_of_the_whole_document():
+    config = Phi3Config(
+        hidden_size=32, num_attention_heads=2, max_position_embeddings=64,
+        original_max_position_embeddings=16,
+        rope_parameters={
+            "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8,
+            "long_factor": [3.0] * 8, "original_max_position_embeddings": 16,
+        },
+    )  # fmt: skip
+    rope, cu = LongRope(config), torch.tensor([0, 10, 34, 64, 64], dtype=torch.int32)
+    positions = torch.cat([torch.arange(n) for n in (10, 22, 2, 30)]).view(2, 32)
+    hidden = torch.zeros(1)
+    whole = rope(hidden, positions, cu)
+    for at in range(4):
+        rope.part = Slice(at, 4)
+        tables = rope(hidden, rope.part.of_rows(positions), cu)
+        for mine, all_rows in zip(tables, whole, strict=True):
+            assert torch.equal(mine, rope.part.of_rows(all_rows))

@@ -1,8 +1,12 @@
-"""Several nodes on one machine: each has its own launcher."""
+"""Several nodes on one machine: each has its own launcher, and where the system allows it a network
+namespace with an address of its own."""
 
 import contextlib
+import os
+import shutil
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -35,12 +39,49 @@ def command_of(name, folder, nodes, *more):
     return ["bash", str(launcher), *flags.split(), *map(str, more)]
 
 
-def start(command, **env):
+def start(command, prefix=(), **env):
     """One node: its launcher, in a session of its own."""
     return subprocess.Popen(
-        command, env=environment(PYTHON=python(), **env), text=True, start_new_session=True,
+        [*prefix, *command], env=environment(**env), text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
+
+
+@contextlib.contextmanager
+def on_loopback(count):
+    """(prefix of the command, environment) of each node: other addresses of the loopback."""
+    yield [((), {"PYTHON": python(), "MASTER_ADDR": "127.0.0.2"})] * count
+
+
+@contextlib.contextmanager
+def in_namespaces(count):
+    """(prefix of the command, environment) of each node: a namespace, linked by a bridge."""
+    if not shutil.which("ip"):
+        pytest.skip("no iproute2 here")
+    names = [f"node{i}-{os.getpid()}" for i in range(count)]
+    bridge = f"br{os.getpid()}"
+
+    def ip(words, check=True):
+        done = subprocess.run(["ip", *words.split()], capture_output=True, text=True)
+        if check and done.returncode:
+            pytest.skip(f"no network namespaces here: {done.stderr.strip()}")
+
+    try:
+        ip(f"link add {bridge} type bridge")
+        ip(f"link set {bridge} up")
+        for i, name in enumerate(names):
+            ip(f"netns add {name}")
+            ip(f"link add v{i}-{os.getpid()} type veth peer name net0 netns {name}")
+            ip(f"link set v{i}-{os.getpid()} master {bridge} up")
+            ip(f"-n {name} addr add 10.97.0.{i + 1}/24 dev net0")
+            ip(f"-n {name} link set net0 up")
+            ip(f"-n {name} link set lo up")
+        env = {"PYTHON": sys.executable, "MASTER_ADDR": "10.97.0.1", "GLOO_SOCKET_IFNAME": "net0"}
+        yield [(("ip", "netns", "exec", name), env) for name in names]
+    finally:
+        for name in names:
+            ip(f"netns del {name}", check=False)
+        ip(f"link del {bridge}", check=False)
 
 
 def wait_for_step(step, folder, nodes):
@@ -58,18 +99,25 @@ def wait_for_step(step, folder, nodes):
         time.sleep(0.05)
 
 
-CASES = [(name, 2) for name in FLAGS] + [(name, 3) for name in ("ddp", "fsdp_pp")]
+SLOW = [
+    *((name, 2, on_loopback) for name in ("pp", "zero", "ddp", "fsdp_pp")),
+    *((name, count, in_namespaces) for name in ("fsdp", "pp") for count in (2, 3)),
+    ("zero", 3, in_namespaces),
+    *((name, 3, net) for name in ("ddp", "fsdp_pp") for net in (on_loopback, in_namespaces)),
+]
 
 
-@pytest.mark.parametrize("name, count", [slow(*case) for case in CASES])
-def test_a_node_dies_and_the_same_commands_go_on(name, count, tmp_path):
+@pytest.mark.parametrize(
+    "name, count, network", [slow(*case) for case in (("fsdp", 2, on_loopback), *SLOW)]
+)
+def test_a_node_dies_and_the_same_commands_go_on(name, count, network, tmp_path):
     """To the bits of one node with as many processes."""
     smaller_model(tmp_path / "model")
     lines = (ROOT / "data/sft_en.jsonl").read_text().splitlines()[:60]
     (tmp_path / "data.jsonl").write_text("\n".join(lines))
     one = start(
         command_of(name, tmp_path, count, "--output_dir", tmp_path / "one"),
-        NPROC_PER_NODE=str(count),
+        PYTHON=python(), NPROC_PER_NODE=str(count),
     )  # fmt: skip
     said, _ = one.communicate(timeout=120)
     assert one.returncode == 0, said
@@ -77,12 +125,14 @@ def test_a_node_dies_and_the_same_commands_go_on(name, count, tmp_path):
     run = tmp_path / "several"
     command = command_of(name, tmp_path, count, "--output_dir", run)
     shared = {"NNODES": str(count), "NPROC_PER_NODE": "1", "JOIN_SECONDS": "60"}
-    shared["MASTER_ADDR"] = "127.0.0.2"
-    with contextlib.ExitStack() as stack:
+    with network(count) as places, contextlib.ExitStack() as stack:
 
         def start_all():
             shared["MASTER_PORT"] = str(free_port())
-            nodes = [start(command, NODE_RANK=str(i), **shared) for i in range(count)]
+            nodes = [
+                start(command, prefix, NODE_RANK=str(i), **env, **shared)
+                for i, (prefix, env) in enumerate(places)
+            ]
             for node in nodes:
                 stack.callback(node.kill)
             return nodes

@@ -4,6 +4,7 @@ import datetime
 import json
 
 import pytest
+from conftest import TINY
 from test_one_process import train  # noqa: F401, a fixture
 from tiny_tokenizer import CHATML, make_tokenizer, packs_of
 from tokenizers import (
@@ -91,6 +92,12 @@ def test_the_ids_are_those_of_the_file(family, name, make, tmp_path):
     assert (exported(TEXT).input_ids == expected) == (family != "qwen2") == (not notes)
 
 
+def test_a_class_that_agrees_with_the_file_is_kept():
+    """The resumed runs of earlier versions depend on it."""
+    loaded = load_tokenizer(str(TINY))
+    assert type(loaded) is type(AutoTokenizer.from_pretrained(TINY))
+
+
 # ------------------------------------------------------------------ the date
 
 TURNS = [{"role": "user", "content": "hi"}]
@@ -114,6 +121,15 @@ def test_a_template_prints_the_date_of_the_run(text, tmp_path):
     config.save_pretrained(tmp_path)
     describe_model(tmp_path, dated, tmp_path / "run", config)
     assert load_tokenizer(str(tmp_path / "run")).chat_template == template
+
+
+def test_templates_without_a_date_are_left_alone():
+    for tokenizer in (make_tokenizer(), make_tokenizer(None)):
+        assert with_date(tokenizer, str(DAY)) is tokenizer
+    dated = "{{ strftime_now('%Y') }}"
+    tokenizer = make_tokenizer({"default": CHATML, "tool_use": dated})
+    tokenizer = with_date(tokenizer, str(DAY))
+    assert tokenizer.apply_chat_template(TURNS, tools=[{}], tokenize=False) == "2026"
 
 
 def test_rows_of_another_day_are_other_rows(tmp_path):
