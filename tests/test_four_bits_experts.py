@@ -1,8 +1,11 @@
 """Experts in 4 bits under adapters: the trainer's numbers against PEFT over the same values in a
 plain loop, what exists of these values at a time, and files."""
 
+import copy
 import functools
 import itertools
+import json
+from types import SimpleNamespace
 
 import pytest
 import test_lora as lora
@@ -10,6 +13,8 @@ import test_moe as moe
 import test_parity as parity
 import test_qwen35 as qwen35
 import torch
+from conftest import assert_same_tensors, refused, slow, train_cases
+from safetensors.torch import load_file, save_file
 from test_four_bits import nearest
 from test_parity import assert_equal, train
 from tiny_tokenizer import packs_of
@@ -18,10 +23,15 @@ from transformers import AutoModelForCausalLM
 
 from llm_demo.core.decoder import fused
 from llm_demo.core.experts import _multiply, grouped_product, looped_product
-from llm_demo.model.weights_files import as_in_files
+from llm_demo.model.adapters import choose_lora
+from llm_demo.model.four_bits_base import write_base
+from llm_demo.model.low_bits import BESIDE
+from llm_demo.model.source import load_config
+from llm_demo.model.weights_files import as_in_files, open_weights
 from llm_demo.options import four_bits_experts
 from llm_demo.options.four_bits_experts import FourBitsOfExperts
 from llm_demo.options.four_bits_library import quantised
+from llm_demo.run.export_run import export
 
 
 def rounded(model):
@@ -80,12 +90,15 @@ CASES = {  # (processes, model, targets, micro, accumulation, further flags)
 }
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_equals_peft_over_the_same_values(processes, mixtures):
+QUICK = ("plain", "two", "two_spread")
+
+
+@pytest.mark.parametrize("processes, quick", [(1, True), (2, True), slow(1, False), slow(2, False)])
+def test_equals_peft_over_the_same_values(processes, quick, mixtures):
     folder, expected = mixtures
     cases = {}
     for case, (n, name, targets, micro, accum, more) in CASES.items():
-        if n == processes:
+        if n == processes and quick == (case in QUICK):
             also = ["--lora_rank", lora.RANK, "--lora_alpha", lora.ALPHA, "--base_bits", 4, *more]
             also += ["--lora_targets", targets]
             cases[case] = parity.argv(folder, name, micro, accum, *map(str, also))
@@ -99,6 +112,88 @@ def test_equals_peft_over_the_same_values(processes, mixtures):
         for rank in ranks:
             norms = [step["norm"] for step in rank["steps"]]
             assert norms == pytest.approx(wanted["norm"], rel=loose)
+
+
+# ---------------------------------------------------------------- files
+
+
+@pytest.fixture(scope="module")
+def published(mixtures, tmp_path_factory):
+    """A folder in 4 bits, with a matrix for each expert."""
+    folder, out = mixtures[0] / "shared", tmp_path_factory.mktemp("published")
+    for file in folder.iterdir():
+        (out / file.name).write_bytes(file.read_bytes())
+    source = SimpleNamespace(config=load_config(folder, 96), weights=open_weights(folder))
+    write_base(source, 0, torch.device("cpu"), str(out))
+    tensors = load_file(folder / "model.safetensors")
+    for file in out.glob("block_*.safetensors"):
+        tensors |= load_file(file)
+        file.unlink()
+    save_file(tensors, out / "model.safetensors")
+    config = json.loads((out / "config.json").read_text())
+    how = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    config["quantization_config"] = how | {"bnb_4bit_use_double_quant": True}
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
+def test_a_published_base_is_read_as_ours_resumed_and_merged(mixtures, published, tmp_path):
+    folder, same = mixtures[0], [*SPREAD, *AGAIN, "--base_bits", 4]
+    base, values = open_weights(published), open_weights(folder / "values/shared")
+    assert len(base.in_4_bits()) == 4 * (4 + 2 + 2)  # attention, the shared expert, experts
+    runs = {
+        name: [*lora.run_flags(folder, "shared", tmp_path / name), *same, *more]
+        for name, more in {
+            "whole": [],
+            "resumed": ["--resume", tmp_path / "whole/checkpoints/step_00000002"],
+            "theirs": ["--model_name_or_path", published],
+        }.items()
+    }
+    train_cases(tmp_path, "fsdp", 2, runs)
+    last = {name: tmp_path / name / "checkpoints/step_00000004" for name in runs}
+    for name in ("resumed", "theirs"):
+        assert_same_tensors(last["whole"], last[name])
+    export(last["theirs"], tmp_path / "merged", "fp32", merge=True)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    trained = lora.last_loss(tmp_path / "theirs")
+    assert lora.loss_of(merged, folder) == pytest.approx(trained, rel=1e-5)
+    part = slice(2, 5), slice(7, 300)
+    for name in base.shapes:
+        assert torch.equal(base.read(name, part[: base.read(name).ndim]), values.read(name, part))
+
+
+FIRST = "model.layers.0.mlp.experts.0.up_proj.weight"
+FUSED_STATE = "model.layers.0.mlp.experts.gate_up_proj.quant_state.bitsandbytes__nf4"
+
+
+@pytest.mark.parametrize("change, said", [
+    ({FUSED_STATE: torch.zeros(3, dtype=torch.uint8)}, "are read from a matrix for each of them"),
+    ({f"{FIRST}.quant_state.bitsandbytes__nf4": None}, f"{FIRST} is of type U8"),
+    ({f"{FIRST}{part}": None for part in BESIDE} | {FIRST: torch.zeros(192, 64)},
+     f"not all experts of model.layers.0.mlp.experts.gate_up_proj are in 4 bits: .*{FIRST}"),
+])  # fmt: skip
+def test_experts_in_another_layout(change, said, published, tmp_path):
+    tensors = load_file(published / "model.safetensors") | change
+    tensors = {name: t for name, t in tensors.items() if t is not None}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with refused(said):
+        open_weights(tmp_path).read_packed("model.layers.0.mlp.experts.gate_up_proj")
+
+
+def test_experts_of_rows_that_no_block_divides():
+    """The others are counted with what layers beside them have."""
+    config = copy.deepcopy(moe.MODELS["shared"])
+    flags = {"lora_alpha": 32.0, "lora_dropout": 0.0, "base_bits": 4, "lora_targets": "all-linear"}
+    ask = SimpleNamespace(lora_rank=4, **flags)
+    config.moe_intermediate_size = 96
+    with refused("rows of down_proj of the experts have 96 numbers, no multiple of 64"):
+        choose_lora(ask, config, {})
+    config.moe_intermediate_size = 192
+    of_layers, of_experts = choose_lora(ask, config, {}).in_4_bits
+    layers = (2 * 64 + 2 * 32 + 2 * 48) * 64
+    experts = 8 * 3 * 192 * 64
+    assert of_layers == (4 * layers, 4 * layers * 36 // 64)
+    assert of_experts == (4 * experts, 4 * 8 * (2 * 192 * 36 + 64 * 100))
 
 
 # ---------------------------------------------------------------- one product
