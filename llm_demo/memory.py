@@ -430,9 +430,8 @@ def lora_moments(
     if s.lora.in_4_bits:  # one matrix at a time has its values, or those of some experts
         from llm_demo.options.four_bits_experts import UNPACKED
 
-        most = max(sizes.hidden * block.width for block in sizes.blocks)
-        of_experts = max(block.routed for block in sizes.blocks)
-        weights += max(most, min(UNPACKED, of_experts)) * s.size
+        of_blocks = [max(sizes.hidden * b.width, min(UNPACKED, b.routed)) for b in sizes.blocks]
+        weights += max(of_blocks) * s.size
     optimizer = trained * MOMENT_BYTES[s.optim_state]
     gradients = own * 4 * (s.grad_accum_steps > 1)
     return [Moment(weights, optimizer, gradients, activations, loss)]

@@ -214,7 +214,7 @@ def block(monkeypatch):
         matrix.copy_(nearest(matrix))
     experts.gate_up_proj = nn.Parameter(values.to("meta"))
     read = functools.partial(tuple, (packed.view(E, N, -1), scales.view(E, 2, -1)))
-    recipe = FourBitsOfExperts(experts, "gate_up_proj", torch.float32, read=read, matrices=2)
+    recipe = FourBitsOfExperts(experts, "gate_up_proj", torch.float32, read, matrices=2)
     experts.gate_up_proj_recipe = recipe.to_empty(device="cpu")
     experts.gate_up_proj = nn.Parameter(recipe.stored(), requires_grad=False)
     return experts, values

@@ -355,7 +355,7 @@ def fill(
             random = _random_weights(model, owner, f"{seed}:{path}")
         if start:
             random |= start(f"{seed}:{path}")
-        for key, _ in owner.named_parameters(recurse=False):
+        for key in owner._parameters:
             recipe = getattr(owner, "recipe" if key == "weight" else f"{key}_recipe", None)
             if hasattr(recipe, "stored"):  # values in fewer bits, from elsewhere
                 random[key] = recipe.stored()

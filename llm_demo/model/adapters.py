@@ -180,17 +180,16 @@ def choose_lora(args, config, base: dict, packed: Container[str] | None = None) 
         active -= routed - routed // experts_of(config) * config.num_experts_per_tok
     stored = None
     if args.base_bits == 4:
-        whole = quantisable(skeleton(config, "sdpa"))
-        stored = in_4_bits({name: tuple(p.shape) for name, p in whole.items()}, packed)
+        stored = in_4_bits(quantisable(skeleton(config, "sdpa")), packed)
     return lora._replace(parameters=total, routed=routed, active=active, in_4_bits=stored)
 
 
-def in_4_bits(shapes: dict[str, tuple], packed: Container[str] | None) -> tuple[tuple, tuple]:
-    """As of Lora. packed: as of choose_lora; by default all matrices of rows in whole blocks.
-    Raises UserError for experts of other rows."""
+def in_4_bits(weights: dict, packed: Container[str] | None) -> tuple[tuple, tuple]:
+    """As of Lora. weights: as of `quantisable`. packed: as of choose_lora; by default all matrices
+    of rows in whole blocks. Raises UserError for experts of other rows."""
     found = {True: (0, 0), False: (0, 0)}  # by whether they are experts
-    for name, (*stacked, inputs) in shapes.items():
-        of_experts, rows = fused(name), math.prod(stacked)
+    for name, p in weights.items():
+        inputs, of_experts = p.shape[-1], fused(name)
         if of_experts and not packed and inputs % BLOCK:
             raise UserError(
                 f"--base_bits 4: rows of {target_of(name)} of the experts have {inputs} numbers, "
@@ -198,7 +197,8 @@ def in_4_bits(shapes: dict[str, tuple], packed: Container[str] | None) -> tuple[
             )
         if (name in packed) if packed else inputs % BLOCK == 0:
             numbers, taken = found[of_experts]
-            found[of_experts] = numbers + rows * inputs, taken + rows * row_bytes(inputs)
+            taken += p.numel() // inputs * row_bytes(inputs)
+            found[of_experts] = numbers + p.numel(), taken
     return found[False], found[True]
 
 

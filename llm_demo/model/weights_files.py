@@ -271,14 +271,9 @@ class Weights:
         rows, scales = map(torch.stack, zip(*of_each, strict=True))
         return rows.view(*shape[:2], -1), scales.unflatten(0, (shape[0], -1))
 
-    def in_4_bits(self) -> list[str]:
-        """The parameters that are so, of experts if one of their matrices is."""
-        names = {*self.packed}
-        return [
-            name
-            for name, shape in self.shapes.items()
-            if not names.isdisjoint(m.name for m in matrices(name, shape)) or name in names
-        ]
+    def in_4_bits(self) -> dict[str, tuple]:
+        """{name: shape} of the parameters that are so, of experts if one of their matrices is."""
+        return in_memory({name: stored.shape for name, stored in self.packed.items()})
 
     @contextlib.contextmanager
     def _reader(self):
@@ -323,8 +318,7 @@ class Weights:
         experts = range(self.shapes[name][0])[part[0]]
         chosen = [m for m in matrices(name, self.shapes[name]) if m.expert in experts]
         dtype = torch.float32
-        low = self.scales.keys() | self.packed.keys()
-        if low.isdisjoint(m.name for m in chosen) and chosen:
+        if chosen and all(self.kinds[m.name] in FLOATS for m in chosen):
             dtype = FLOATS[self.kinds[chosen[0].name]]
         values = torch.empty(len(experts), *self.shapes[name][1:], dtype=dtype)
         for m in chosen:

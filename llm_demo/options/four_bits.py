@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 BLOCK, GROUP = 64, 256  # numbers that share a scale, and scales that do
@@ -33,12 +33,12 @@ def scales_of(outputs: int, inputs: int) -> int:
 
 @torch.library.custom_op("llm_demo::values_of_4_bits", mutates_args=(), device_types="cpu")
 def values_of(
-    weight: torch.Tensor,
-    scales: torch.Tensor,
+    weight: Tensor,
+    scales: Tensor,
     inputs: int,
     dtype: torch.dtype,
-    after: torch.Tensor | None = None,
-) -> torch.Tensor:
+    after: Tensor | None = None,
+) -> Tensor:
     """The values [..., N, K] of parameters [..., N, any]. scales: [..., any] those of scales, what
     is added to all scales, the levels of numbers, those of scales. inputs: K. after: what must
     exist before: a compiler moves what needs no gradient into the forward, and keeps it. On a GPU,
@@ -92,15 +92,16 @@ class FourBits(nn.Module):
         width = row_bytes(self.inputs) // dtype.itemsize
         packed = torch.empty((*experts, outputs, width), dtype=dtype, device="meta")
         setattr(owner, key, nn.Parameter(packed, requires_grad=False))
-        stacked = (*experts, matrices) if experts else ()
-        n = scales_of(outputs // matrices, self.inputs) + TABLES
-        scales = torch.empty((*stacked, n), device="meta")
+        if experts:
+            experts.append(matrices)
+        n_scales = scales_of(outputs // matrices, self.inputs) + TABLES
+        scales = torch.empty((*experts, n_scales), device="meta")
         self.register_buffer("scales", scales, persistent=False)
 
-    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         return _Frozen.apply(x, weight, self.scales)
 
-    def stored(self) -> torch.Tensor:
+    def stored(self) -> Tensor:
         """The whole weight. Sets the scales."""
         packed, scales = self.read()
         self.scales.copy_(scales)

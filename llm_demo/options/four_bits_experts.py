@@ -32,14 +32,14 @@ def times_experts(
     x, outputs = x.contiguous(), weight.shape[1]
     out = x.new_zeros(len(x), inputs if back else outputs)
     busy = ends.diff(prepend=ends.new_zeros(1)).nonzero().flatten()
-    few = max(1, UNPACKED // (outputs * inputs))
-    begin = 0
-    for chosen in busy.split(few) if len(busy) else ():
-        stops = ends[chosen]
-        rows = slice(begin, stops[-1].item())
-        packed = weight[chosen].unflatten(1, (scales.shape[1], -1))
-        values = values_of(packed, scales[chosen], inputs, x.dtype).flatten(1, 2)
-        out[rows] = multiply(x[rows], values if back else values.mT, stops - begin)
+    stops, few = ends[busy], max(1, UNPACKED // (outputs * inputs))
+    until, begin = stops.tolist(), 0
+    for at in range(0, len(until), few):
+        some = slice(at, at + few)
+        rows = slice(begin, until[some][-1])
+        packed = weight[busy[some]].unflatten(1, (scales.shape[1], -1))
+        values = values_of(packed, scales[busy[some]], inputs, x.dtype).flatten(1, 2)
+        out[rows] = multiply(x[rows], values if back else values.mT, stops[some] - begin)
         del values  # before the next exist
         begin = rows.stop
     return out
@@ -57,7 +57,7 @@ def _keep(ctx, inputs, output):
 
 def _back(ctx, grad):
     back = times_experts(grad, *ctx.saved_tensors, ctx.inputs, True, ctx.grouped)
-    return back, None, None, None, None, None, None
+    return back, *(None,) * 6
 
 
 times_experts.register_autograd(_back, setup_context=_keep)

@@ -21,11 +21,11 @@ def values(weight, scales, inputs: int, dtype: torch.dtype, after=None) -> torch
         words=words,
         rows=rows,
         groups=scales,
-        tables=scales[..., -four_bits.TABLES :],
         out=out,
         total=total,
         stride=words.shape[-1],
         scales=scales.shape[-1],
+        TABLES=four_bits.TABLES,
         PER_ROW=inputs // 8,
         WORDS=WORDS,
         num_warps=8,
@@ -39,11 +39,11 @@ def _values(
     words,
     rows,
     groups,
-    tables,
     out,
     total,
     stride,
     scales,
+    TABLES: tl.constexpr,
     PER_ROW: tl.constexpr,
     WORDS: tl.constexpr,
 ):
@@ -52,7 +52,7 @@ def _values(
     words += begin
     rows += begin * 4
     groups += matrix * scales
-    tables += matrix * scales
+    tables = groups + (scales - TABLES)
     out += matrix * total * 8
     i = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
     inside = i < total

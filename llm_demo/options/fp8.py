@@ -13,8 +13,6 @@ rounding to fp8 is inexact. A recipe says which numbers share a scale:
 No scale depends on two tokens, except where a sum over tokens follows (the gradient of the weight):
 so documents in a row do not change one another's results. On a CPU the same is emulated."""
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -38,23 +36,17 @@ def qualifies(outputs: int, inputs: int, multiple: int) -> bool:
 
 def use_fp8(lm: nn.Module, recipe: str, shares: int = 1) -> tuple[list[str], list[str]]:
     """Give the blocks of a decoder on the meta device layers with products in fp8: the linear ones
-    that qualify, except routers. shares: --tensor_parallel, which cuts them later. Returns what
-    give_recipes does."""
+    that qualify, except routers. shares: --tensor_parallel, which cuts them later. Returns the name
+    within a block of each of these, and of each other linear layer."""
     multiple = shares * (BLOCK if recipe == "blockwise" else 16)
-    return give_recipes(lm, lambda _, layer: qualifies(*layer.weight.shape, multiple) and recipe)
-
-
-def give_recipes(lm: nn.Module, recipe_of: Callable) -> tuple[list[str], list[str]]:
-    """Give linear layers of a decoder's blocks the recipe that recipe_of(name, layer) returns, if
-    any. Returns the name within a block of each that has one, and of each other linear layer."""
     done, left = [], []
     for name, layer in [*lm.named_modules()]:
         if ".layers." not in name or type(layer) is not nn.Linear:
             continue
         parent, _, kind = name.rpartition(".")
-        recipe = recipe_of(name, layer)
-        (done if recipe else left).append(kind)
-        if recipe:
+        gains = qualifies(*layer.weight.shape, multiple)
+        (done if gains else left).append(kind)
+        if gains:
             setattr(lm.get_submodule(parent), kind, RecipeLinear(layer, recipe))
     return done, left
 

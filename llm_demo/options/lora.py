@@ -19,7 +19,7 @@ from torch import nn
 
 from llm_demo.core.decoder import FUSED, fused, kept_in_fp32
 from llm_demo.options.four_bits import FourBits
-from llm_demo.options.fp8 import RecipeLinear, give_recipes
+from llm_demo.options.fp8 import RecipeLinear
 
 
 class Lora(NamedTuple):
@@ -141,26 +141,23 @@ def use_four_bits(
     lm: nn.Module, dtype: torch.dtype, read: Callable, names: Container[str]
 ) -> tuple[list[str], list[str]]:
     """Give the blocks of a decoder on the meta device, to be computed in `dtype`, the linear layers
-    and experts whose weights have these names in 4 bits. read(name): as of FourBits. Returns as
-    give_recipes, with the experts' matrices."""
-
+    and experts whose weights have these names in 4 bits. read(name): as of FourBits. Returns the
+    name within a block of each of these, and of each other that 4 bits are for."""
     from llm_demo.options.four_bits_experts import FourBitsOfExperts
 
-    def recipe_of(name, layer):
-        name = f"{name}.weight"
-        if name not in names:
-            return None
-        return FourBits(layer, "weight", dtype, functools.partial(read, name))
-
-    done, left = give_recipes(lm, recipe_of)
-    for name in filter(fused, quantisable(lm)):
-        path, _, kind = name.rpartition(".")
+    done, left = [], []
+    for name in quantisable(lm):
+        path, _, kind = name.removesuffix(".weight").rpartition(".")
         (done if name in names else left).append(kind)
-        if name in names:
-            experts = lm.get_submodule(path)
-            how = functools.partial(read, name)
-            recipe = FourBitsOfExperts(experts, kind, dtype, read=how, matrices=len(FUSED[kind]))
-            experts.add_module(f"{kind}_recipe", recipe)
+        if name not in names:
+            continue
+        owner, whole = lm.get_submodule(path), functools.partial(read, name)
+        if fused(name):
+            recipe = FourBitsOfExperts(owner, kind, dtype, read=whole, matrices=len(FUSED[kind]))
+            owner.add_module(f"{kind}_recipe", recipe)
+        else:
+            layer = getattr(owner, kind)
+            setattr(owner, kind, RecipeLinear(layer, FourBits(layer, "weight", dtype, whole)))
     return done, left
 
 
