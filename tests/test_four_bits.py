@@ -21,10 +21,11 @@ from tiny_tokenizer import packs_of
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
+from llm_demo.core.decoder import skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.machine import probes
 from llm_demo.machine.text import layer_kinds
-from llm_demo.model.adapters import in_4_bits, matrices_in
+from llm_demo.model.adapters import in_4_bits
 from llm_demo.model.four_bits_base import cached_base, find_or_build, note_values
 from llm_demo.model.model_folder import load_model, open_model
 from llm_demo.model.weights_files import open_weights
@@ -36,7 +37,7 @@ from llm_demo.options.four_bits_library import (
     quantise,
     scales_in,
 )
-from llm_demo.options.lora import use_four_bits
+from llm_demo.options.lora import quantisable, use_four_bits
 from llm_demo.run.export_run import export
 
 functional = library()
@@ -159,10 +160,10 @@ def test_what_stays_in_16_bits_is_counted():
     assert layer_kinds(["q", "v", "q"], ["q", "o"]) == (["q", "v"], ["o", "q (1 of 3)"])
     config = deepcopy(parity.MODELS["tied"])
     config.intermediate_size = 96  # rows of down_proj
-    shapes = matrices_in(config)
-    whole = sum(N * K for name, (N, K) in shapes.items() if K == 64)
-    assert in_4_bits(shapes, {}) == (whole, whole * 36 // 64)
-    assert in_4_bits(shapes, {"model.layers.1.mlp.up_proj.weight"}) == (96 * 64, 96 * 36)
+    weights = quantisable(skeleton(config, "sdpa"))
+    whole = sum(p.numel() for p in weights.values() if p.shape[1] == 64)
+    assert in_4_bits(weights, {}) == ((whole, whole * 36 // 64), (0, 0))
+    assert in_4_bits(weights, {"model.layers.1.mlp.up_proj.weight"})[0] == (96 * 64, 96 * 36)
 
 
 # ---------------------------------------------------------------- a layer
