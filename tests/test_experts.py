@@ -10,6 +10,7 @@ from conftest import args_with
 from test_attention import A100, CPU, H100, MI300
 from torch import nn
 from transformers import DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
+from transformers.integrations.moe import batched_mm_experts_forward
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
@@ -201,7 +202,8 @@ def test_parts_of_the_experts_add_up(chosen, name, backend, lora):
             for name in names
         ]
         more = dict(zip(names, matrices, strict=True))
-        part = SimpleNamespace(num_experts=E, act_fn=ours.experts.act_fn, lora_scale=2.0, **more)
+        gate = ours.experts._apply_gate
+        part = SimpleNamespace(num_experts=E, _apply_gate=gate, lora_scale=2.0, **more)
         leaves = [t.clone().requires_grad_() for t in (x, weights)]
         here = (index - first).where((index >= first) & (index < first + n), n)
         function = sorted_experts
@@ -215,6 +217,21 @@ def test_parts_of_the_experts_add_up(chosen, name, backend, lora):
     together = [sum(each) for each in list(zip(*parts, strict=True))[:3]]
     together += [torch.cat(each) for each in list(zip(*parts, strict=True))[3:]]
     close(together, whole, bound)
+
+
+def test_experts_with_a_gate_of_their_own(monkeypatch):
+    """As step3p7 and hy_v4 bound it: small inputs don't show it."""
+
+    def bounded(self, rows):
+        gate, up = rows.chunk(2, -1)
+        return self.act_fn(gate).clamp(max=0.1) * up.clamp(-0.1, 0.1)
+
+    _, ours, _ = experts_of("qwen", "looped")
+    monkeypatch.setattr(type(ours.experts), "_apply_gate", bounded)
+    hidden, weights = torch.randn(30, D).double(), torch.rand(30, K).double()
+    index = torch.randint(E, (30, K))
+    expected = batched_mm_experts_forward(ours.experts, hidden, index, weights)
+    close([sorted_experts(looped_product, ours.experts, hidden, index, weights)], [expected], 1e-12)
 
 
 def test_the_same_bits_each_time():

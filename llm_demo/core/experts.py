@@ -180,9 +180,9 @@ def sorted_experts(product, self, hidden, index, weights):
         torch._check(rows <= len(order))
         order, inverse = order[:rows], inverse.where(here, 0)
     x = _RearrangeRows.apply(hidden, order, inverse, here, k, True)
-    gate, up = _multiply(product, self, "gate_up_proj", x, ends).chunk(2, -1)
+    gated = self._apply_gate(_multiply(product, self, "gate_up_proj", x, ends))
     of_rows = _RearrangeRows.apply(weights.reshape(-1, 1), order, inverse, here, 1, True)
-    inner = (self.act_fn(gate) * up * of_rows).to(dtype)
+    inner = (gated * of_rows).to(dtype)
     added = _multiply(product, self, "down_proj", inner, ends)
     return _RearrangeRows.apply(added, order, inverse, here, k, False)
 
