@@ -117,7 +117,20 @@ def engine_state(engine, copies: bool) -> dict[str, torch.Tensor]:
                 whole = safe_get_full_fp32_param(param)
             if i % ranks == rank and id(param) not in later:
                 state[_name(param, key)] = whole.cpu() if copies else whole
+    if rank == 0:
+        state |= _constants(engine.module)
     return state
+
+
+def _constants(module) -> dict[str, torch.Tensor]:
+    """{Hugging Face name: fp32 values} of the buffers that files hold: the model's own, in every
+    checkpoint."""
+    found = {}
+    for owner in module.modules():
+        for key, buffer in owner.named_buffers(recurse=False):
+            if hasattr(owner, "path") and key not in owner._non_persistent_buffers_set:
+                found[f"{owner.path}.{key}"] = buffer.float()
+    return found
 
 
 @torch.no_grad()
@@ -131,6 +144,8 @@ def load_state(engine, load: Callable, facts: dict) -> None:
         for key in KEYS:
             place = _in_place(param, key) if ranks == 1 else None
             state[_name(param, key)] = torch.empty(_shape(param)) if place is None else place
+    if rank == 0:
+        state |= _constants(engine.module)
     load(state)
     for i, param in enumerate(params):
         for key in KEYS:

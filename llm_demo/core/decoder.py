@@ -382,6 +382,7 @@ def fill(
         for key, buffer in owner.named_buffers(recurse=False):
             if key not in owner._non_persistent_buffers_set:
                 buffer.hf_name = f"{path}.{key}"
+                owner.path = path  # DeepSpeed makes other buffers in 16 bits
                 if weights:
                     buffer.copy_(weights.read(buffer.hf_name))
                     refuse_non_finite(buffer, weights.folder, buffer.hf_name)
