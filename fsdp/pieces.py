@@ -18,9 +18,11 @@ PIECE = 1 << 14  # tokens
 def use_pieces(unit: Blocks) -> None:
     """Let the frozen networks of a unit's blocks take PIECE tokens at a time if a micro-batch has
     more than twice as many, and if blocks are recomputed."""
-    for network in [block.mlp for block in unit.blocks] if unit.checkpointing else ():
-        frozen = any(not p.requires_grad for p in network.parameters())
-        if frozen and not hasattr(network, "experts"):
+    for block in unit.blocks if unit.checkpointing else ():
+        network = getattr(block, "mlp", None)  # some families call it otherwise
+        if network is None or hasattr(network, "experts"):
+            continue
+        if any(not p.requires_grad for p in network.parameters()):  # frozen
             network.__class__ = in_pieces(type(network))
             network.lists_results, network.has_dropout = unit.list_results_to_keep, unit.dropout
 
