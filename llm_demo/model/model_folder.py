@@ -244,7 +244,9 @@ def describe_for_version_4(folder: Path, family: Family) -> None:
         config["num_experts"] = config["num_local_experts"]
     rope = config.get("rope_parameters") or {}
     local = rope.get("sliding_attention")
-    if local:
+    if local and not family.tested:  # only later than version 4
+        rope = {}
+    elif local:
         config["rope_local_base_freq"] = local["rope_theta"]
         rope = rope["full_attention"]
     elif "partial_rotary_factor" in rope and (family.partly_rotated or not family.tested):
