@@ -1,20 +1,27 @@
 """Families without a test of their own: proven at the start of a run, then trained as the plain
 loop of test_parity.py does; and what a proof must find."""
 
+import copy
 import json
 from functools import partial
 
 import pytest
 import transformers
-from conftest import ZERO, refused, slow
+from conftest import ZERO, refused, slow, train_cases
 from test_families import IDS, cases
-from test_parity import SIZES, TOLERANCE, assert_equal, shake, train, write_models
+from test_parity import SIZES, TOLERANCE, argv, assert_equal, shake, train, write_models
 from test_plan import alone  # noqa: F401
 from transformers.models.seed_oss import modeling_seed_oss
 
+from fsdp.pieces import use_pieces
+from llm_demo.core.decoder import Blocks, skeleton
 from llm_demo.model import proof
+from llm_demo.model.check_config import problems_of
 from llm_demo.model.costs import parameters_of
-from llm_demo.model.families import is_mixture
+from llm_demo.model.families import family_of, is_mixture
+from llm_demo.model.model_folder import describe_for_version_4
+from llm_demo.model.weights_files import open_weights
+from llm_demo.run.export_run import export
 
 HEADS = {name: value for name, value in SIZES.items() if name != "head_dim"}
 YARN = dict(
@@ -122,6 +129,25 @@ def test_equals_plain_loop(script, n, names, rows, flags, tmp_path):
         assert_equal(losses, ranks, expected[name], later)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("script, flags", [("pp", []), ("zero", ZERO["zero3"])])
+def test_checkpoints_hold_the_buffers_of_files(script, flags, tmp_path):
+    """Those of Apertus' activation: an export has them, and a run is resumed."""
+    models = {"ApertusConfig": MODELS["ApertusConfig"]}
+    write_models(tmp_path, models, partial(shake, ends=("bias", "norm.weight")))
+    case = argv(tmp_path, "ApertusConfig", 4, 1, "--save_every", "3", *flags)
+    case.remove("--no_save")
+    train_cases(tmp_path, script, 2, {"run": case})
+    steps = tmp_path / "run/checkpoints"
+    train_cases(tmp_path, script, 2, {"again": [*case, "--resume", str(steps / "step_00000003")]})
+    export(steps / "step_00000005", tmp_path / "hf", "fp32")
+    before, after = open_weights(tmp_path / "ApertusConfig"), open_weights(tmp_path / "hf")
+    assert after.shapes == before.shapes
+    for name in before.shapes:
+        if "act_fn.beta" in name:
+            assert after.read(name).equal(before.read(name))
+
+
 QWEN36 = dict(
     vocab_size=248_320,
     head_dim=256,
@@ -202,6 +228,53 @@ def test_what_is_not_computed_alike_is_refused_and_named(kind, wrong, message, m
         proof.compare(proof.small_copy(MODELS["SeedOssConfig"]))
 
 
+def test_a_copy_has_each_kind_that_the_configuration_lists(monkeypatch):
+    """Though the blocks themselves are alike."""
+    monkeypatch.setattr(proof, "block_kind", lambda block: [])
+    kinds = ["full_attention"] * 3 + ["sliding_attention"] + ["full_attention"] * 4
+    config = transformers.CwmConfig(**SIZES | {"num_hidden_layers": 8, "layer_types": kinds})
+    assert proof.small_copy(config).layer_types == kinds[:4]
+
+
+@pytest.mark.parametrize(
+    "name, changes, message",
+    [
+        ("Glm4MoeConfig", {"n_group": 3}, "n_group 3 does not divide 8 experts"),
+        ("Glm4MoeConfig", {"n_group": 0}, "n_group 0 does not divide 8 experts"),
+        ("Ministral3Config", {"sliding_window": 0}, "sliding_window 0 is not a positive number"),
+        ("MixtralConfig", {"sliding_window": -1}, "sliding_window -1 is not a positive number"),
+    ],
+)
+def test_keys_that_a_copy_replaces_are_looked_at(name, changes, message):
+    config = copy.deepcopy(MODELS[name])
+    vars(config).update(changes)
+    assert message in next(problems_of(config))
+
+
+def test_not_many_kinds_of_blocks():
+    config = transformers.DiffLlamaConfig(num_hidden_layers=100)  # each has a constant of its own
+    with refused("no small copy of its configuration can be built to compare: it has 100 kinds"):
+        proof.prove(config)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_exported_configuration_is_read_as_it_was(name, tmp_path):
+    config = copy.deepcopy(MODELS[name])
+    config.dtype = "float32"
+    config.save_pretrained(tmp_path)
+    before = transformers.AutoConfig.from_pretrained(tmp_path).to_dict()
+    describe_for_version_4(tmp_path, family_of(config))
+    after = transformers.AutoConfig.from_pretrained(tmp_path).to_dict()
+    (after["rope_parameters"] or {}).pop("type", None)  # an older name of rope_type
+    assert after.items() >= before.items()
+
+
+def test_adapters_over_recomputed_blocks_whose_mlp_has_another_name():
+    lm = skeleton(MODELS["GraniteMoeHybridConfig"], "bucketed")
+    unit = Blocks(list(lm.model.layers), checkpointing=True)
+    use_pieces(unit.requires_grad_(False))
+
+
 def test_a_proof_is_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("LLM_DEMO_CACHE", str(tmp_path))
     first = proof.prove(MODELS["ArceeConfig"])
@@ -209,4 +282,7 @@ def test_a_proof_is_kept(tmp_path, monkeypatch):
     (file,) = (tmp_path / "proofs").iterdir()
     file.write_text(json.dumps({"line": "as kept", "adapters": None}))
     assert proof.prove(MODELS["ArceeConfig"]).line == "as kept"
+    for damaged in ("{", "[]", '{"text": 1}'):
+        file.write_text(damaged)
+        assert proof.prove(MODELS["ArceeConfig"]) == first
     assert proof.prove(MODELS["HeliumConfig"]).line != "as kept"

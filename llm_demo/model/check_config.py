@@ -6,7 +6,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from llm_demo.core.attention import LongRope, rope_of, rope_type
 from llm_demo.core.errors import UserError
-from llm_demo.model.costs import block_costs, heads_of, windows_of
+from llm_demo.model.costs import block_costs, heads_of, latent, windows_of
 from llm_demo.model.families import Family, experts_of, family_name, family_of, is_mixture
 
 # rotary types that do not depend on max_position_embeddings: with random weights rows may be longer
@@ -29,6 +29,8 @@ def problems_of(config) -> Iterator[str]:
     for name, value in (("use_bidirectional_attention", False), ("is_causal", True)):
         if bool(getattr(config, name, value)) != value:
             yield f"{name} {getattr(config, name)} is not supported: attention is causal"
+    if any(w is not None and w < 1 for w in windows_of(config)):
+        yield f"sliding_window {config.sliding_window} is not a positive number of tokens"
     if family.tested:
         yield from problems_of_layers(config, family)
         yield from problems_of_rope(config, family)
@@ -55,8 +57,6 @@ def problems_of_layers(config, family: Family) -> Iterator[str]:
             yield "layer_types has sliding_attention, but use_sliding_window is false"
         if window is None:
             yield "layer_types has sliding_attention, but sliding_window is not set"
-    if any(w is not None and w < 1 for w in windows_of(config)):
-        yield f"sliding_window {window} is not a positive number of tokens"
     kind = type(config)  # which says what the model reads
     in_every_layer = hasattr(kind, "sliding_window") and not hasattr(kind, "layer_types")
     if in_every_layer and window is not None and "full_attention" in layers:
@@ -82,7 +82,9 @@ def problems_of_experts(config, family: Family) -> Iterator[str]:
     for name, value in family.experts.unread.items():
         if getattr(config, name, None) not in (None, value):
             yield f"{name} {getattr(config, name)} is not supported, only {value}"
-    if family.experts.in_groups:
+    if latent(config) and config.num_key_value_heads != config.num_attention_heads:
+        yield "num_key_value_heads differs from num_attention_heads in latent attention"
+    if hasattr(config, "n_group"):
         yield from problems_of_groups(config, n)
     if not any(block.chosen for block in block_costs(config)):
         yield "no block has experts, as mlp.experts with a router mlp.gate"
@@ -90,12 +92,10 @@ def problems_of_experts(config, family: Family) -> Iterator[str]:
 
 def problems_of_groups(config, n: int) -> Iterator[str]:
     """n: experts of a block."""
-    if config.num_key_value_heads != config.num_attention_heads:
-        yield "num_key_value_heads differs from num_attention_heads in latent attention"
     groups, kept, chosen = config.n_group, config.topk_group, config.num_experts_per_tok
-    if n % groups or n // groups < 2:
+    if not groups or n % groups or n // groups < 2:
         yield f"n_group {groups} does not divide {n} experts into groups of at least 2"
-    if kept > groups or kept * (n // groups) < chosen:
+    elif kept > groups or kept * (n // groups) < chosen:
         yield f"topk_group {kept} of n_group {groups} has too few experts to choose {chosen} from"
 
 

@@ -8,7 +8,6 @@ class Experts(NamedTuple):
     """Routed experts in place of one feed-forward network."""
 
     router_bias: bool = False  # which balances the load, in place of a loss
-    in_groups: bool = False  # a token chooses groups of experts first
     softmax: bool = True  # the router is Qwen3-MoE's, so an auxiliary loss can act on it
     # keys that transformers does not read, and the values that it computes with
     unread: dict = {}
@@ -54,9 +53,7 @@ FAMILIES = {
     "qwen3_5_text": Family(delta_rule=True, partly_rotated=True),
     "qwen2_moe": Family(experts=Experts()),
     "qwen3_moe": Family(experts=Experts()),
-    "deepseek_v3": Family(
-        experts=Experts(router_bias=True, in_groups=True, softmax=False, unread=DEEPSEEK_UNREAD)
-    ),
+    "deepseek_v3": Family(experts=Experts(router_bias=True, softmax=False, unread=DEEPSEEK_UNREAD)),
     "qwen3_5_moe_text": Family(
         experts=Experts(unread=QWEN35_UNREAD),
         delta_rule=True,

@@ -21,13 +21,14 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from llm_demo.core.attention import make_documents
 from llm_demo.core.decoder import DecoderLoss, allocate, fill, make_units, skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import position_ids
 from llm_demo.machine.files import ROOT, cache_folder, digest, hash_of, write_text
-from llm_demo.machine.text import counted
+from llm_demo.machine.text import counted, words_of
 from llm_demo.model.costs import heads_of_rule, on_meta
 from llm_demo.model.families import EXPERTS, family_name, is_hybrid, without_dropout
 from llm_demo.model.weights_files import Names, as_in_files, open_weights
@@ -66,6 +67,7 @@ SMALL = {
 }
 TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 MOST_PARAMETERS = 50_000_000  # of a copy; else a key that sets a size is not known here
+MOST_KINDS = 64  # of blocks; more would take a minute or longer
 CODE = ("llm_demo/core", "llm_demo/model", "llm_demo/options")
 
 
@@ -89,13 +91,15 @@ def prove(config) -> Proof:
     except Exception as e:  # of transformers' own code
         raise UserError(
             f"{name} has no test of its own, and no small copy of its configuration can be built "
-            f"to compare: {first_line(e)}"
+            f"to compare: {words_of(e)}"
         ) from e
     packages = [version(package) for package in ("torch", "transformers")]
     code = [digest(file) for folder in CODE for file in sorted((ROOT / folder).glob("*.py"))]
     file = Path(cache_folder(), "proofs", hash_of([small.to_dict(), packages, code])[:24])
-    if file.is_file():
+    try:
         return Proof(**json.loads(file.read_text("utf-8")))
+    except (OSError, ValueError, TypeError):  # not there, or damaged
+        pass
     proof = compare(small)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -103,10 +107,6 @@ def prove(config) -> Proof:
     except OSError:  # a read-only cache: compare again next time
         pass
     return proof
-
-
-def first_line(e: Exception) -> str:
-    return (str(e).strip().splitlines() or [repr(e)])[0][:200]
 
 
 # ---------------------------------------------------------------- the copy
@@ -133,12 +133,17 @@ def small_copy(config):
         if getattr(small, name, None) is not None:
             setattr(small, name, 0)
     depth = config.num_hidden_layers
-    kinds = [block_kind(block) for block in on_meta(small).model.layers]
-    n = max(2, max(kinds.index(kind) for kind in kinds) + 1)
-    small.num_hidden_layers = min(n, depth)
-    for name, value in vars(small).items():
-        if isinstance(value, list) and len(value) == depth:  # an entry for each block
-            setattr(small, name, value[: small.num_hidden_layers])
+    # lists with an entry for each block, not all of which a block keeps
+    listed = {n: v for n, v in vars(small).items() if isinstance(v, list) and len(v) == depth}
+    kinds = []
+    for block, *entries in zip(on_meta(small).model.layers, *listed.values(), strict=True):
+        kinds.append([*block_kind(block), *entries])
+    first = {kinds.index(kind) for kind in kinds}
+    if len(first) > MOST_KINDS:
+        raise ValueError(f"it has {len(first):,} kinds of blocks, more than {MOST_KINDS}")
+    small.num_hidden_layers = min(max(2, max(first) + 1), depth)
+    for name, value in listed.items():
+        setattr(small, name, value[: small.num_hidden_layers])
     size = sum(p.numel() for p in on_meta(small).parameters())
     if size > MOST_PARAMETERS:
         raise ValueError(f"it would still have {size:,} parameters")
@@ -321,20 +326,24 @@ def compare(small) -> Proof:
     """As `prove`, of a copy."""
     name = family_name(small)
     theirs = f"{name} is not trained as transformers {version('transformers')} computes it"
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
     try:
         with torch.random.fork_rng([]), tempfile.TemporaryDirectory(prefix="llm_demo-") as folder:
             return compare_in(Path(folder), small)
     except Differs as e:
         raise UserError(f"{theirs}: a small copy differs in {e}") from e
     except Exception as e:  # transformers' modules, used as they were not made for
-        raise UserError(f"{theirs}: a small copy can't be run: {first_line(e)}") from e
+        raise UserError(f"{theirs}: a small copy can't be run: {words_of(e)}") from e
+    finally:
+        if bars:
+            transformers_logging.enable_progress_bar()
 
 
 def compare_in(folder: Path, small) -> Proof:
     """As `prove`, of a copy, with a folder for its files. Raises Differs, and what transformers
     raises."""
     model = their_model(small)
-    expected = run_theirs(model)
     model.save_pretrained(folder / "theirs")
     weights = open_weights(folder / "theirs")
 
@@ -354,7 +363,8 @@ def compare_in(folder: Path, small) -> Proof:
             fill(lm, "lm_head", weights, 0)
         return lm
 
-    found = run_ours(ours(), recomputed=False)
+    found = run_ours(ours(), recomputed=False)  # first, since theirs may take a minute
+    expected = run_theirs(model)
     problem = difference(found, expected)
     if problem:
         raise Differs(problem)
@@ -365,7 +375,7 @@ def compare_in(folder: Path, small) -> Proof:
     try:
         adapters = difference_of_adapters(ours, model)
     except Exception as e:
-        adapters = first_line(e)
+        adapters = words_of(e)
     loss = abs(found.loss - expected.loss) / expected.loss
     gradient = max(gradient_errors(found.gradients, expected.gradients).values())
     blocks = counted(small.num_hidden_layers, "block")
