@@ -431,7 +431,7 @@ def test_choices_are_those_that_the_code_knows():
     ("fsdp", "--no_fsdp --seq_len 33", "use_activation_checkpointing optimizer_on_host "
      "activation_memory_budget lora_rank optim_state"),
     ("fsdp_pp", "--schedule v", "use_activation_checkpointing activation_memory_budget "
-     "copy_engines reshard_after_forward optim_state"),
+     "copy_engines reshard_after_forward lora_rank optim_state"),
     ("pp", "--micro_batch_size 2", "micro_batch_size use_activation_checkpointing "
      "activation_memory_budget"),
     ("zero", "", "use_activation_checkpointing activation_memory_budget deepspeed_config"),

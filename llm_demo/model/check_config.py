@@ -84,7 +84,7 @@ def problems_of_experts(config, family: Family) -> Iterator[str]:
             yield f"{name} {getattr(config, name)} is not supported, only {value}"
     if latent(config) and config.num_key_value_heads != config.num_attention_heads:
         yield "num_key_value_heads differs from num_attention_heads in latent attention"
-    if hasattr(config, "n_group"):
+    if getattr(config, "n_group", None) is not None:
         yield from problems_of_groups(config, n)
     if not any(block.chosen for block in block_costs(config)):
         yield "no block has experts, as mlp.experts with a router mlp.gate"
@@ -142,6 +142,8 @@ def check_experts(args, config) -> None:
         raise UserError(f"--router_aux_loss: {name} balances its load by --router_bias_update")
     if args.router_aux_loss and not experts.softmax:
         raise UserError(f"--router_aux_loss: no test shows that it is right for {name}")
+    if args.router_bias_update and not family_of(config).tested:
+        raise UserError(f"--router_bias_update: no test shows that it is right for {name}")
     if args.router_bias_update and not experts.router_bias:
         raise UserError(f"--router_bias_update: {name} has no bias for its experts")
     if args.psgd_rank:
