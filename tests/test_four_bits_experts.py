@@ -13,7 +13,7 @@ import test_moe as moe
 import test_parity as parity
 import test_qwen35 as qwen35
 import torch
-from conftest import assert_same_tensors, refused, slow, train_cases
+from conftest import ROOT, assert_same_tensors, refused, slow, train_cases
 from safetensors.torch import load_file, save_file
 from test_four_bits import nearest
 from test_parity import assert_equal, train
@@ -21,9 +21,11 @@ from tiny_tokenizer import packs_of
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from llm_demo import memory
 from llm_demo.core.decoder import fused
 from llm_demo.core.experts import _multiply, grouped_product, looped_product
 from llm_demo.model.adapters import choose_lora
+from llm_demo.model.costs import sizes_of
 from llm_demo.model.four_bits_base import write_base
 from llm_demo.model.low_bits import BESIDE
 from llm_demo.model.source import load_config
@@ -194,6 +196,22 @@ def test_experts_of_rows_that_no_block_divides():
     experts = 8 * 3 * 192 * 64
     assert of_layers == (4 * layers, 4 * layers * 36 // 64)
     assert of_experts == (4 * experts, 4 * 8 * (2 * 192 * 36 + 64 * 100))
+
+
+@pytest.mark.parametrize("spread", [1, 4])
+def test_what_a_rank_has_of_experts_in_4_bits(spread):
+    """By hand, for Qwen3-30B-A3B in bf16: 48 blocks of 128 experts, 4.125 bits a number."""
+    config = load_config(ROOT / "models/qwen3-30b-a3b", 1024)
+    flags = {"lora_alpha": 32.0, "lora_dropout": 0.0, "base_bits": 4, "lora_targets": "all-linear"}
+    lora_16 = choose_lora(SimpleNamespace(lora_rank=16, **flags), config, {})
+    how = {"engine": "fsdp", "ranks": 4, "expert_parallel": spread, "lora": lora_16}
+    part = memory.part_of(sizes_of(config), memory.Settings(**how), {0: 1})
+    attention, routers = 2048 * (2 * 4096 + 2 * 512), 48 * 128 * 2048
+    experts = 48 * 128 * 3 * 768 * 2048
+    packed = 4.125 / 16
+    assert part.blocks == routers + (48 * attention + experts / spread) * packed
+    ends = 2 * 151_936 * 2048
+    assert part.shard == (routers + (48 * attention + experts) * packed + ends) / 4
 
 
 # ---------------------------------------------------------------- one product

@@ -76,7 +76,7 @@ CEILINGS = {
     "text or list times a condition": 0,
     "calls with *name or **name": 95,
     "raise UserError": 265,
-    "lines of tests": 23_630,
+    "lines of tests": 23_640,
     "setattr in tests": 88,
 }
 
