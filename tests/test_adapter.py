@@ -59,26 +59,27 @@ def work(tmp_path_factory):
     return folder, results
 
 
-CASES = {  # (processes, model, micro, accumulation, further flags)
-    "plain": (1, "tied", 4, 2, ["--no_fsdp"]),
-    "agrees": (1, "tied", 8, 1, ["--lora_rank", "6", "--lora_targets", "down_proj,q_proj"]),
-    "experts": (1, "deepseek", 2, 4, ["--use_activation_checkpointing"]),
-    "two": (2, "tied", 2, 2, ["--reshard_after_forward"]),
-    "two_shares": (2, "tied", 4, 2, ["--tensor_parallel", "2"]),
-    "two_spread": (2, "deepseek", 1, 4, ["--expert_parallel", "2"]),
+CASES = {  # (script, processes, model, micro, accumulation, further flags)
+    "plain": ("fsdp", 1, "tied", 4, 2, ["--no_fsdp"]),
+    "agrees": ("fsdp", 1, "tied", 8, 1, ["--lora_rank", "6", "--lora_targets", "down_proj,q_proj"]),
+    "experts": ("fsdp", 1, "deepseek", 2, 4, ["--use_activation_checkpointing"]),
+    "two": ("fsdp", 2, "tied", 2, 2, ["--reshard_after_forward"]),
+    "two_shares": ("fsdp", 2, "tied", 4, 2, ["--tensor_parallel", "2"]),
+    "two_spread": ("fsdp", 2, "deepseek", 1, 4, ["--expert_parallel", "2"]),
+    "stages": ("fsdp_pp", 2, "tied", 4, 2, []),
 }
 
 
-@pytest.mark.parametrize("processes", (1, 2))
-def test_trains_on_as_peft_does(processes, work):
+@pytest.mark.parametrize("kind, processes", [("fsdp", 1), ("fsdp", 2), ("fsdp_pp", 2)])
+def test_trains_on_as_peft_does(kind, processes, work):
     folder, expected = work
     cases = {
         case: parity.argv(folder, name, *split, "--adapter", folder / f"{name}-adapter", *more)
-        for case, (n, name, *split, more) in CASES.items()
-        if n == processes
+        for case, (script, n, name, *split, more) in CASES.items()
+        if (script, n) == (kind, processes)
     }
-    for case, (losses, ranks) in train(folder, "fsdp", processes, cases).items():
-        assert_equal(losses, ranks, expected[CASES[case][1]])
+    for case, (losses, ranks) in train(folder, kind, processes, cases).items():
+        assert_equal(losses, ranks, expected[CASES[case][2]])
 
 
 def test_an_export_is_trained_on_and_exported_again(work):

@@ -14,7 +14,7 @@ import pytest
 import test_lora as lora
 import test_parity as parity
 import torch
-from conftest import ROOT, assert_same_tensors, refused, run, train_cases
+from conftest import ROOT, assert_same_tensors, refused, run, slow, train_cases
 from safetensors.torch import load_file, save_file
 from test_parity import assert_equal, plain_loop, train
 from tiny_tokenizer import packs_of
@@ -86,21 +86,30 @@ NOISE = 4e-5
 CKPT = ["--use_activation_checkpointing"]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_equals_peft_over_the_same_values(processes, work):
+@pytest.mark.parametrize(
+    "kind, processes", [("fsdp", 1), ("fsdp", 2), ("fsdp_pp", 2), slow("fsdp_pp", 4)]
+)
+def test_equals_peft_over_the_same_values(kind, processes, work):
     folder, expected = work
     cases = {
-        1: {"one-tied": (4, 2, CKPT), "one-llama": (8, 1, [])},
-        2: {
+        ("fsdp_pp", 2): {
+            "stages-tied": (4, 2, CKPT), "v-llama": (2, 4, ["--schedule", "v"]),
+        },
+        ("fsdp_pp", 4): {
+            "grid-tied": (2, 2, []),
+            "twice-llama": (1, 4, ["--schedule", "interleaved", "--reshard_after_forward"]),
+        },
+        ("fsdp", 1): {"one-tied": (4, 2, CKPT), "one-llama": (8, 1, [])},
+        ("fsdp", 2): {
             "two-tied": (2, 2, []), "reshard-tied": (2, 2, [*CKPT, "--reshard_after_forward"]),
             "rows-llama": (4, 2, [*CKPT, "--sequence_parallel", 2, "--attn_impl", "bucketed"]),
         },
-    }[processes]  # fmt: skip
+    }[kind, processes]  # fmt: skip
     argv = {}
     for case, (micro, accum, more) in cases.items():
         name = case.split("-")[1]
         argv[case] = parity.argv(folder, name, micro, accum, *map(str, [*flags(name), *more]))
-    for case, (losses, ranks) in train(folder, "fsdp", processes, argv).items():
+    for case, (losses, ranks) in train(folder, kind, processes, argv).items():
         assert_equal(losses, ranks, expected[case.split("-")[1]], later=NOISE)
 
 

@@ -94,21 +94,32 @@ WITH_EXPERTS = {  # (processes, model, targets, micro, accumulation, further fla
     "four_bf16": (4, "deepseek", "all-linear", 2, 1, [*SPREAD, "--dtype", "bf16"]),
     "four_fp16": (4, "qwen", "all-linear", 2, 1, ["--dtype", "fp16"]),
 }
+# the same in a pipeline; in the first, the first piece has no adapter, but its stage has
+IN_STAGES = {
+    "twice": (2, "deepseek", "down_proj", 2, 4, ["--schedule", "interleaved"]),
+    "stages": (2, "qwen", "all-linear", 4, 2, AGAIN),
+    "v": (2, "experts", "all-linear", 1, 8, ["--schedule", "v"]),
+    "spread": (4, "deepseek", "all-linear", 2, 2, [*SPREAD, *AGAIN]),
+    "shares": (4, "shared", "all-linear", 4, 2, [*SPREAD, "--tensor_parallel", "2"]),
+}
 
 
-@pytest.mark.parametrize("processes, quick", [(1, True), (2, True), slow(2, False), slow(4, False)])
-def test_on_experts_equals_peft(processes, quick, mixtures):
+@pytest.mark.parametrize("kind, processes, quick", [
+    ("fsdp", 1, True), ("fsdp", 2, True), slow("fsdp", 2, False), slow("fsdp", 4, False),
+    ("fsdp_pp", 2, True), slow("fsdp_pp", 2, False), slow("fsdp_pp", 4, False),
+])  # fmt: skip
+def test_on_experts_equals_peft(kind, processes, quick, mixtures):
     """Also beside frozen experts, and on one of their two matrices."""
     folder, expected = mixtures
-    cases = {}
-    for case, (n, name, targets, micro, accum, more) in WITH_EXPERTS.items():
-        if n == processes and quick == (n == 1 or case in ("two_spread", "two_rows")):
+    cases, wanted_by = {}, {"fsdp": WITH_EXPERTS, "fsdp_pp": IN_STAGES}[kind]
+    for case, (n, name, targets, micro, accum, more) in wanted_by.items():
+        if n == processes and quick == (n == 1 or case in ("two_spread", "two_rows", "twice")):
             also = ["--lora_rank", str(RANK), "--lora_alpha", str(ALPHA), *more]
             also += ["--lora_targets", targets]
             cases[case] = parity.argv(folder, name, micro, accum, *also)
-    for case, (losses, ranks) in train(folder, "fsdp", processes, cases).items():
-        wanted = expected(*WITH_EXPERTS[case][1:3])
-        if "--dtype" not in WITH_EXPERTS[case][-1]:
+    for case, (losses, ranks) in train(folder, kind, processes, cases).items():
+        wanted = expected(*wanted_by[case][1:3])
+        if "--dtype" not in wanted_by[case][-1]:
             # AdamW moves a factor that starts at zero by about lr for any gradient, however small,
             # and so shows the rounding of the smallest ones: 1.8e-5 on CPUs with AMX
             assert_equal(losses, ranks, wanted, later=5 * parity.TOLERANCE)
