@@ -11,13 +11,23 @@ import pytest
 import test_parity as parity
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, TINY, assert_same_tensors, refused, run, slow, torchrun
+from conftest import (
+    ROOT,
+    TINY,
+    assert_same_tensors,
+    refused,
+    run,
+    slow,
+    torchrun,
+    train_cases,
+)
 from peft import LoraConfig, PeftModel, get_peft_model
 from test_parity import assert_equal, plain_loop, train
 from tiny_tokenizer import packs_of
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bench.checkpoints import tensors
 from fsdp.pieces import use_pieces
 from llm_demo.core.decoder import FUSED, Blocks
 from llm_demo.core.errors import UserError
@@ -345,6 +355,34 @@ def test_peft_loads_the_export_with_the_trainers_loss(run_folder, work):
 
 def exported(*words):
     return run([sys.executable, "-m", "llm_demo.export", *words])
+
+
+def test_a_run_goes_through_stages_and_back(work, tmp_path):
+    """fsdp, a pipeline, fsdp: as fsdp alone. What a pipeline ends with is exported alike."""
+    folder, more = work[0], ["--save_every", "1"]
+    train_cases(folder, "fsdp", 2, {"alone": run_flags(folder, "tied", "", *more)})
+    more += ["--resume", at(folder / "alone", 1), "--schedule", "v", "--micro_batch_size", "8"]
+    train_cases(folder, "fsdp_pp", 2, {
+        "staged": run_flags(folder, "tied", "", *more, "--export", "fp32"),
+    })  # fmt: skip
+    more = "--resume", at(folder / "staged", 2)
+    train_cases(folder, "fsdp", 2, {"back": run_flags(folder, "tied", "", *more)})
+    wanted = tensors(at(folder / "alone", 4))
+    for name in ("staged", "back"):
+        found = tensors(at(folder / name, 4))
+        assert found.keys() == wanted.keys()
+        for key, t in wanted.items():
+            assert parity.relative(found[key], t) < 1e-3, (name, key)
+        assert last_loss(folder / name) == pytest.approx(last_loss(folder / "alone"), rel=1e-5)
+    said = (folder / "staged/train.log").read_text()
+    line = r"v pipeline of 2 stages: [\d,]+ frozen parameters, [\d,]+ trained in adapters, "
+    assert re.search(line, said)
+    base = AutoModelForCausalLM.from_pretrained(folder / "tied", dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, folder / "staged/hf")
+    assert loss_of(adapted, folder) == pytest.approx(last_loss(folder / "staged"), rel=1e-5)
+    export(at(folder / "staged", 4), tmp_path / "merged", "fp32", merge=True)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert loss_of(merged, folder) == pytest.approx(last_loss(folder / "staged"), rel=1e-5)
 
 
 def test_merge_writes_the_whole_model(run_folder, work, tmp_path):

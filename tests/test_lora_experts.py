@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ import test_moe as moe
 import test_parity as parity
 import test_qwen35 as qwen35
 import torch
-from conftest import ROOT, slow, torchrun
+from conftest import ROOT, run, slow, torchrun
 from peft import PeftModel, get_peft_model
 from test_lora import (
     ALPHA,
@@ -276,3 +277,15 @@ def test_what_experts_refuse(case):
     args["base_bits"] = 16
     with pytest.raises(UserError, match=said):
         choose_lora(SimpleNamespace(**{**args, **flags}), moe.MODELS[name], {})
+
+
+def test_a_stage_without_an_adapter_is_refused(mixtures, tmp_path):
+    """The first block has no experts. By one line, before weights are read."""
+    cut = "--partition", "1,3", "--lora_targets", "down_proj"
+    argv = run_flags(mixtures[0], "deepseek", tmp_path / "run", *cut)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = run([sys.executable, *launch, ROOT / "fsdp_pp/train_fsdp_pp.py", *argv])
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    said = "error: --lora_targets down_proj: stage 0 has no such layer, so nothing to train: choose"
+    assert done.returncode and len(errors) == 1 and errors[0].startswith(said), done.stderr
+    assert "loading weights" not in done.stderr and not (tmp_path / "run").exists()

@@ -17,6 +17,7 @@ AGAIN_IN_BLOCKS = "--use_activation_checkpointing"
 HOST, ZERO3 = "--optimizer_on_host", ZERO["zero3"]
 TENSOR = ["--tensor_parallel", "2"]
 MOMENTS = ["--optim_state", "bf16"]
+ADAPTERS = ["--lora_rank", "4"]
 TWICE, OUT_AND_BACK = ["--schedule", "interleaved"], ["--schedule", "v"]
 HELDOUT = ["--eval_json", "{folder}/data.jsonl"]  # it leaves FSDP's weights gathered
 ORDER = ["--length_warmup", "3", "--no_shuffle"]  # taken up again before the last sorted step
@@ -51,11 +52,11 @@ def runs(tmp_path_factory):
                 argvs[name] += ["--resume", folder / source / f"checkpoints/step_{AT:08d}"]
         train_cases(folder, kind, processes, argvs)
 
-    def check(rounding=0.0):
+    def check(rounding=0.0, parameters=46):
         assert sources
         while sources:
             name, (source, tolerance) = sources.popitem()
-            assert_same(folder, source, name, tolerance, rounding)
+            assert_same(folder, source, name, tolerance, rounding, parameters)
 
     train.check, train.folder = check, folder
     return train
@@ -70,9 +71,9 @@ def steps_of(run):
     return {record["step"]: [record[k] for k in KEPT] for record in logged(run)}
 
 
-def assert_same(folder, one, other, tolerance, rounding):
+def assert_same(folder, one, other, tolerance, rounding, parameters):
     """From step AT on both runs log the same numbers, and end with the same tensors. rounding: of
-    moments, relative, if their dtype has changed."""
+    moments, relative, if their dtype has changed. parameters: that are trained."""
     a, b = steps_of(folder / one), steps_of(folder / other)
     assert min(b) == AT + 1, f"{other} began at the beginning"
     for step in range(AT + 1, STEPS + 1):
@@ -80,7 +81,7 @@ def assert_same(folder, one, other, tolerance, rounding):
         assert b[step] == expected, (other, step)
     last = f"checkpoints/step_{STEPS:08d}"
     a, b = tensors(folder / one / last), tensors(folder / other / last)
-    assert a.keys() == b.keys() and len(a) == 3 * 46
+    assert a.keys() == b.keys() and len(a) == 3 * parameters
     for name, t in a.items():
         if tolerance:
             bound = max(100 * tolerance, rounding * ("exp_avg" in name))
@@ -138,6 +139,19 @@ def test_a_sharded_pipeline_goes_on_to_the_bit_and_on_other_shapes(runs):
     })  # fmt: skip
     runs("fsdp", 2, {"shards-from-grid": three, "shards-from-portions": three})
     runs.check()
+
+
+def test_adapters_go_on_to_the_bit_and_from_and_to_stages(runs):
+    """Also with dropout, from masters beside weights, and from a run that itself went on."""
+    three, six = [*FP32, *THREE, *ADAPTERS], [*FP32, *SIX, *ADAPTERS]
+    dropped = [*BF16, *SIX, *ADAPTERS, "--lora_dropout", "0.1", *TWICE]
+    runs("fsdp", 2, {"base": three})
+    runs("fsdp_pp", 2, {
+        "v-from-base": [*six, *OUT_AND_BACK], "staged": six, **again({"dropped": dropped}),
+    })  # fmt: skip
+    runs("fsdp_pp", 4, {**again({"pair": three}), "4-stages-from-pair": [*six, "--stages", "4"]})
+    runs("fsdp", 2, {"base-from-staged": three, "base-from-pair": three})
+    runs.check(parameters=4 * 7 * 2)
 
 
 @pytest.mark.slow
