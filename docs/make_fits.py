@@ -94,7 +94,7 @@ def cell(choice: fit.Choice | None) -> str:
     if not choice:
         return "–"
     words = words_of(choice.flags).removesuffix(", host")
-    return f"pp {words}" if choice.way == "pp" else words
+    return f"{choice.way} {words}" if choice.way in ("pp", "fsdp_pp") else words
 
 
 def words_of(flags: dict) -> str:

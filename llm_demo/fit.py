@@ -227,7 +227,7 @@ def choices(config, ask, pipeline: bool = True) -> Iterator[Choice]:
     """Every setting to consider, whether it fits or not."""
     sizes = sizes_of(config)
     found = list(fsdp_settings(config, ask))
-    if pipeline and not ask.lora_rank and ask.cards % 2 == 0:
+    if pipeline and ask.cards % 2 == 0:
         found += pipeline_settings(config, ask)
     if ask.measure:
         found += settings_to_measure(config, ask)
@@ -297,10 +297,11 @@ def fsdp_settings(config, ask) -> Iterator[Settings]:
 
 
 def pipeline_settings(config, ask) -> Iterator[Settings]:
-    """Without the sizes of batches. DeepSpeed's pipeline takes no experts and no bf16 moments. FSDP
-    inside a pipeline is considered where it differs: by sharded stages, or interleaved."""
+    """Without the sizes of batches. DeepSpeed's pipeline takes no experts, no adapters and no bf16
+    moments. FSDP inside a pipeline is considered where it differs: by sharded stages, or
+    interleaved."""
     deepspeed = importlib.util.find_spec("deepspeed") and ask.optim_state == "fp32"
-    deepspeed = deepspeed and not is_mixture(config)
+    deepspeed = deepspeed and not is_mixture(config) and not ask.lora_rank
     for saving, stages in itertools.product(savings(config, ask), sorted({2, ask.cards})):
         if saving.activations_on_host or stages * 2 > config.num_hidden_layers:
             continue
@@ -324,11 +325,12 @@ def settings_to_measure(config, ask) -> Iterator[Settings]:
     for saving in savings(config, ask):
         if saving.activations_on_host:
             continue
-        if ask.cards > 1 and not ask.lora_rank:
+        if ask.cards > 1:
             copies = replace(saving, ranks=1, sharded=False, replicas=str(ask.cards))
             yield copies
-            yield replace(copies, psgd_rank=PSGD_RANK)
-        if ask.cards > 1 and ask.cards % 2 == 0 and not ask.lora_rank:
+            if not ask.lora_rank:
+                yield replace(copies, psgd_rank=PSGD_RANK)
+        if ask.cards > 1 and ask.cards % 2 == 0:
             for stages in sorted({2, ask.cards}):
                 ranks = ask.cards // stages
                 staged = replace(saving, engine="fsdp_pp", stages=stages, ranks=ranks, schedule="v")

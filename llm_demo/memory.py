@@ -207,6 +207,7 @@ class Part(NamedTuple):
     ends: int  # of embedding and head
     shard: float  # that this rank has of all
     unit: float  # the largest that is gathered at once
+    share: float  # of the model's blocks that are here
 
     @property
     def whole(self) -> float:
@@ -233,6 +234,7 @@ def part_of(sizes: Sizes, s: Settings, flight: dict[int, int]) -> Part:
         ends=ends * sizes.embedding,
         shard=(share * stored + ends * sizes.embedding) / s.ranks,
         unit=gathered / len(sizes.blocks) * max(s.blocks_per_unit, 1),
+        share=share,
     )
 
 
@@ -420,9 +422,9 @@ def gathered(s: Settings, part: Part, tied: bool) -> float:
 def lora_moments(
     sizes: Sizes, s: Settings, part: Part, activations: float, loss: float
 ) -> list[Moment]:
-    """Of adapters: the model has neither masters nor gradients."""
-    trained = s.lora.parameters / s.ranks
-    own = s.lora.parameters - s.lora.routed * (1 - 1 / s.expert_parallel)
+    """Of adapters, in a pipeline or not: the model has neither masters nor gradients."""
+    trained = part.share * s.lora.parameters / s.ranks
+    own = part.share * (s.lora.parameters - s.lora.routed * (1 - 1 / s.expert_parallel))
     weights = part.whole * s.size
     if s.sharded:
         weights = (part.shard + gathered(s, part, sizes.tied)) * s.size

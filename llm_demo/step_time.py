@@ -127,7 +127,12 @@ def shared_bytes(sizes: Sizes, s: Settings) -> float:
     if s.optimizer_on_host or s.reshard_after_forward and accum > 1 and s.stages == 1:
         gradients = 2 * accum
     here = sizes.parameters - sum(block.cut for block in sizes.blocks) * (1 - 1 / s.tensor_parallel)
-    trained = s.lora.active if s.lora else here
+    trained = here
+    if s.lora:
+        trained = s.lora.active
+    if s.lora and s.lora.in_4_bits:
+        numbers, taken = s.lora.in_4_bits
+        here += taken / 2 - numbers
     if s.copies_of_model > 1:
         sent = PSGD_SHARE if s.psgd_rank else 1
         return 2 * gradients * trained * sent * (1 - 1 / s.copies_of_model)
@@ -145,7 +150,7 @@ def step_seconds(sizes: Sizes, s: Settings, flops: float, bandwidth: float) -> f
     step = (accum + (stages - 1) / pieces) * (micro + waits_seconds(sizes, s, bandwidth))
     if stages > 1:  # hidden states and their gradients, and those of a tied head
         sent = 4 * sizes.hidden * accum * s.tokens * pieces
-        if sizes.tied and s.schedule != "dualpipev":
+        if sizes.tied and s.schedule != "dualpipev" and not s.lora:
             sent += 4 * sizes.embedding
         step += sent / bandwidth
     each = s.reshard_after_forward or s.optimizer_on_host  # micro-batch communicates

@@ -19,7 +19,7 @@ from bench.run import PEERS
 from fsdp import activations_on_host, host_adamw, pieces, powersgd
 from fsdp.by_memory import choose_spread, refuse_replicas
 from fsdp_pp import orders
-from llm_demo import memory
+from llm_demo import memory, step_time
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
 from llm_demo.machine.device import DTYPES
@@ -179,6 +179,26 @@ def test_a_block_keeps_about_what_autograd_saves():
         settings = Settings(engine="fsdp", ranks=1, compile=compile)
         saved = memory.saved_bytes(sizes.blocks[0], sizes, settings) / 2
         assert 0.95 < saved / counted < 1.25
+
+
+def test_a_stage_has_its_own_frozen_blocks_and_adapters():
+    """Together the stages have what one process has; no tied head's gradient is sent."""
+    config = load_config(ROOT / "models/qwen3-8b", 1024)
+    sizes, given = sizes_of(config), dict(lora_rank=16, lora_alpha=32.0, lora_targets="all-linear")
+    bits16, bits4 = (choose_lora(args_with(**given, base_bits=n), config, {}) for n in (16, 4))
+    one = Settings(engine="fsdp", ranks=1, sharded=False, lora=bits16, grad_accum_steps=4)
+    two = dataclasses.replace(one, engine="fsdp_pp", stages=2, counts=(20, 16))
+    whole, stages = peaks(sizes, one)[0].parts, [peak.parts for peak in peaks(sizes, two)]
+    for part in ("weights", "optimizer", "gradients"):
+        assert sum(parts[part] for parts in stages) == pytest.approx(whole[part]), part
+        assert stages[0][part] > stages[1][part] > 0.4 * whole[part], part
+    tied, times = sizes._replace(tied=True), []
+    for of in (sizes, tied):
+        times.append(step_time.step_seconds(of, two, flops=1e14, bandwidth=1e10))
+    assert times[0] == times[1]
+    shared = dataclasses.replace(one, ranks=2, sharded=True)
+    narrow = step_time.shared_bytes(sizes, dataclasses.replace(shared, lora=bits4))
+    assert narrow < 0.45 * step_time.shared_bytes(sizes, shared)  # both ends stay in 16 bits
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "v"])

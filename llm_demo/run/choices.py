@@ -398,7 +398,7 @@ def decide_four_bits(args: Args, source, world: World) -> None:
         if source.weights and source.weights.packed:
             raise UserError(
                 f"{source.folder} holds weights in 4 bits: train adapters over them with "
-                "fsdp/train_fsdp.py --lora_rank 16 --base_bits 4, or give a copy in bf16"
+                "--lora_rank 16 --base_bits 4 in fsdp/ or fsdp_pp/, or give a copy in bf16"
             )
         return
     from llm_demo.options.four_bits_library import need_library
