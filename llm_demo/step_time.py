@@ -131,8 +131,7 @@ def shared_bytes(sizes: Sizes, s: Settings) -> float:
     if s.lora:
         trained = s.lora.active
     if s.lora and s.lora.in_4_bits:
-        numbers, taken = s.lora.in_4_bits
-        here += taken / 2 - numbers
+        here += sum(taken / 2 - numbers for numbers, taken in s.lora.in_4_bits)
     if s.copies_of_model > 1:
         sent = PSGD_SHARE if s.psgd_rank else 1
         return 2 * gradients * trained * sent * (1 - 1 / s.copies_of_model)
