@@ -38,14 +38,6 @@ from llm_demo.model.source import (
     same_ids,
     set_variables,
 )
-from llm_demo.model.untrained import (
-    RECORD,
-    SMALL_FILES,
-    copy_small,
-    read_record,
-    record_of,
-    whole_config,
-)
 from llm_demo.model.weights_files import Weights, open_weights
 
 
@@ -181,6 +173,8 @@ def describe_model(
         tokenizer = copy.copy(tokenizer)
         tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
+    from llm_demo.model.untrained import RECORD, SMALL_FILES, copy_small, read_record, record_of
+
     if earlier and (earlier / RECORD).is_file():
         record, small = read_record(earlier), earlier / SMALL_FILES
     else:
@@ -207,6 +201,8 @@ def describe(
         config.save_pretrained(out)
         describe_for_version_4(out, family_of(config))
         if whole:
+            from llm_demo.model.untrained import SMALL_FILES, copy_small, whole_config
+
             with blame(model / SMALL_FILES):
                 text = json.loads(read_text(out / "config.json"))
                 copy_small(model / SMALL_FILES, out)
