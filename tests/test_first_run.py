@@ -90,6 +90,7 @@ def test_a_first_run_begins_to_learn(tmp_path):
     assert "after step 30, checked" in more and "step 32/32" in more
 
 
+@pytest.mark.slow
 def test_one_process_and_two_take_the_same_steps(tmp_path):
     """Of 16 rows: the losses that the README prints hold on one GPU, too."""
     found = []

@@ -14,13 +14,12 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, run, slow
-from test_memory import config_of, settings_of_row
+from test_memory import config_of, settings_of_row, sizes_at
 
 from llm_demo import fit, step_time
 from llm_demo.launch.settings import check_flags, read_launcher
 from llm_demo.machine import device
 from llm_demo.memory import Settings, peaks, settings_of
-from llm_demo.model.costs import sizes_of
 from llm_demo.model.source import find_model
 
 SMALL, LARGE = "models/qwen3-0.6b", "models/qwen3-8b"
@@ -62,7 +61,7 @@ def test_the_script_accepts_the_flags_and_estimates_the_same(way):
                 8192 if way == "tensor_parallel" else 65_536,
                 "--seq_len 8192" if way == "sequence_parallel" else "")  # fmt: skip
     found = [choice for choice in search(ask) if choice.way == way]
-    sizes = sizes_of(config_of(ask.model, ask.seq_len))
+    sizes = sizes_at(ask.model, ask.seq_len)
     assert len(found) > 10
     for choice in found[:: max(1, len(found) // 20)]:
         _, _, launcher, *words = shlex.split(fit.line(choice, ask))
@@ -301,7 +300,7 @@ def formula(name):
             continue
         if not config["compile"] or row["env"] and name not in FILES:
             continue
-        sizes = sizes_of(config_of(row["model"], row["seq_len"]))
+        sizes = sizes_at(row["model"], row["seq_len"])
         bandwidth = LINKS.get(name.split("/")[1], 200) * 1e9
         seconds = step_time.step_seconds(sizes, settings_of_row(result), 550e12, bandwidth)
         measured = result["summary"]["median_step_ms"] / 1000
@@ -323,7 +322,7 @@ def test_the_rough_time_is_near_what_was_measured(name):
 @pytest.mark.parametrize("micro, accum, more", [(4, 1, 381.8 - 348.0), (1, 8, 926.8 - 858.2)])
 def test_what_it_costs_to_spread_experts_is_near_what_was_measured(micro, accum, more):
     """In ms of a step, from bench/LOG.md."""
-    sizes = sizes_of(config_of("models/qwen3-30b-a3b-12l", 4096))
+    sizes = sizes_at("models/qwen3-30b-a3b-12l", 4096)
     one, two = (
         Settings(engine="fsdp", ranks=2, expert_parallel=n, micro_batch_size=micro,
                  grad_accum_steps=accum, seq_len=4096)

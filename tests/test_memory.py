@@ -49,6 +49,11 @@ def config_of(model, seq_len):
     return load_config(ROOT / model, seq_len)
 
 
+@functools.cache
+def sizes_at(model, seq_len):
+    return sizes_of(config_of(model, seq_len))
+
+
 def switches_of(file):
     return json.loads((ROOT / file).read_text())["zero_optimization"]
 
@@ -87,7 +92,7 @@ def settings_of_row(result) -> Settings:
 def error(result) -> float:
     """By how much the fullest rank is expected to need more than it did."""
     row, summary, settings = result["row"], result["summary"], settings_of_row(result)
-    sizes = sizes_of(config_of(row["model"], row["seq_len"]))
+    sizes = sizes_at(row["model"], row["seq_len"])
     took, beside = summary.get("reserved_gb"), {CONTEXT}
     if not took:  # as rows were recorded before
         took, beside = summary["peak_mem_gb"], {CONTEXT, UNUSED}
@@ -119,7 +124,7 @@ def test_host_memory_and_attention_kept_are_as_measured():
         on_host = re.search("on_host|offload", row["flags"])
         if not (on_host or recorded):
             continue
-        sizes = sizes_of(config_of(row["model"], row["seq_len"]))
+        sizes = sizes_at(row["model"], row["seq_len"])
         settings = settings_of_row(result)
         if on_host:
             expected = sum(peak.host for peak in peaks(sizes, settings))

@@ -558,7 +558,7 @@ def test_the_loss_scale_goes_on_as_if_never_stopped(at):
         optimizer.loss_scaler = scaler
         state = {0: {"step": torch.tensor(5.0)}}
         optimizer.optimizer = SimpleNamespace(param_groups=[], state=state)
-        module = SimpleNamespace(parameters=list)
+        module = torch.nn.Module()
         return SimpleNamespace(optimizer=optimizer, module=module, dp_world_size=1), scaler
 
     (one, scaler), (other, scaler_again) = deepspeeds(), deepspeeds()

@@ -292,6 +292,7 @@ def test_a_place_that_cant_be_used_is_one_line(machine):
     assert result.stderr.startswith(f"error: cannot write to {machine.repo}, where .venv belongs:")
 
 
+@pytest.mark.slow
 def test_a_fresh_machine_then_nothing_to_do(machine, bare_python):
     """With an activated environment that an interrupted run has left: it is made anew."""
     fill(machine.wheels)
