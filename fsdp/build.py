@@ -28,13 +28,7 @@ from llm_demo.machine.dist import once_per_node
 from llm_demo.machine.text import counted
 from llm_demo.model.costs import unit_sizes
 from llm_demo.model.weights_files import loading
-from llm_demo.run.choices import (
-    Compute,
-    adapted,
-    compiles_adamw,
-    fused_kernels,
-    sizes_in_words,
-)
+from llm_demo.run.choices import Compute, adapted, compiles_adamw, fused_kernels, sizes_in_words
 from llm_demo.run.log import Log
 from llm_demo.run.plan import Plan
 from llm_demo.run.saver import Saver

@@ -6,9 +6,7 @@ from llm_demo import memory
 from llm_demo.core.errors import UserError
 from llm_demo.machine.dist import from_rank0
 from llm_demo.memory import USABLE, Settings, fullest, settings_of
-from llm_demo.model.costs import (
-    sizes_of,
-)
+from llm_demo.model.costs import sizes_of
 from llm_demo.model.families import experts_of
 
 

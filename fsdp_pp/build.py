@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
-from fsdp.pieces import use_pieces
 from fsdp.sharding import Shards, precision, shard_units, sum_not_average
 from fsdp_pp.orders import stages_of
 from llm_demo.core.decoder import (
@@ -28,10 +27,8 @@ from llm_demo.core.mesh import SHARD, SPLIT, STAGE, World, make_mesh, make_part_
 from llm_demo.core.rows import Slice
 from llm_demo.flags.args import Args
 from llm_demo.machine.dist import timeout
-from llm_demo.model.adapters import matrices_in
 from llm_demo.model.costs import unit_sizes
 from llm_demo.model.weights_files import Weights, loading
-from llm_demo.options.lora import target_of
 from llm_demo.run.choices import Compute, adapted, compiles_adamw, sizes_in_words
 from llm_demo.run.log import Log
 from llm_demo.run.plan import Plan
@@ -84,6 +81,9 @@ def stage_layout(args: Args, world: World) -> StageLayout:
 def refuse_bare_stages(args: Args, plan: Plan, where: list[int], counts: list[int]) -> None:
     """Raise UserError if a stage has no matrix with an adapter, and so nothing to train. where: the
     stage of each piece. counts: blocks of each piece."""
+    from llm_demo.model.adapters import matrices_in
+    from llm_demo.options.lora import target_of
+
     adapted_blocks = set()
     for name in matrices_in(plan.source.config):
         if target_of(name) in plan.compute.lora.targets:
@@ -186,6 +186,8 @@ class Pieces(nn.ModuleDict):
                     budget=args.activation_memory_budget if compute.compile else None,
                 )
                 if compute.lora:
+                    from fsdp.pieces import use_pieces
+
                     for unit in units:
                         use_pieces(unit)
                 self[str(number)] = DecoderLoss(

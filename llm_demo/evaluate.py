@@ -18,15 +18,7 @@ from llm_demo.core.errors import UserError, printable
 from llm_demo.data.check import check_rows
 from llm_demo.data.sources import find_files
 from llm_demo.flags.args import DataArgs, TrainArgs, check_all, names_of
-from llm_demo.flags.parsing import (
-    PlainParser,
-    add_flag,
-    literals,
-    path_of,
-    regex,
-    remarks,
-    whole,
-)
+from llm_demo.flags.parsing import PlainParser, add_flag, literals, path_of, regex, remarks, whole
 from llm_demo.machine.process import early
 from llm_demo.model.local_model import find_here
 from llm_demo.run.folder import refuse_inside_checkpoints, refuse_unwritable

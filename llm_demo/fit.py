@@ -133,19 +133,8 @@ from llm_demo.memory import (
     peaks,
 )
 from llm_demo.model.adapters import ALL, choose_lora
-from llm_demo.model.costs import (
-    Sizes,
-    heads_of,
-    refuse_shares,
-    share_of_heads,
-    sizes_of,
-)
-from llm_demo.model.families import (
-    experts_of,
-    family_of,
-    is_hybrid,
-    is_mixture,
-)
+from llm_demo.model.costs import Sizes, heads_of, refuse_shares, share_of_heads, sizes_of
+from llm_demo.model.families import experts_of, family_of, is_hybrid, is_mixture
 from llm_demo.model.model_folder import open_model
 from llm_demo.model.source import find_model
 from llm_demo.run.choices import Compute, choose_compile

@@ -12,15 +12,7 @@ from pathlib import Path
 
 import torch
 
-from llm_demo.machine.cards import (
-    CPU_LINK,
-    CPU_TFLOPS,
-    LINKED,
-    NVLINK,
-    PCIE,
-    SUSTAINED,
-    TFLOPS,
-)
+from llm_demo.machine.cards import CPU_LINK, CPU_TFLOPS, LINKED, NVLINK, PCIE, SUSTAINED, TFLOPS
 from llm_demo.machine.device import links, other_than_nvlink, peak_tflops, this_device
 from llm_demo.machine.files import cache_folder, hash_of, write_json
 from llm_demo.machine.text import blame

@@ -30,13 +30,7 @@ from llm_demo.model.four_bits_base import cached_base, find_or_build, note_value
 from llm_demo.model.model_folder import load_model, open_model
 from llm_demo.model.weights_files import open_weights
 from llm_demo.options import four_bits
-from llm_demo.options.four_bits_library import (
-    library,
-    need_library,
-    pack,
-    quantise,
-    scales_in,
-)
+from llm_demo.options.four_bits_library import library, need_library, pack, quantise, scales_in
 from llm_demo.options.lora import quantisable, use_four_bits
 from llm_demo.run.export_run import export
 

@@ -11,10 +11,7 @@ from transformers import Qwen3Config
 from fsdp.pieces import use_pieces
 from llm_demo.core.attention import make_documents
 from llm_demo.core.decoder import Blocks, allocate, skeleton
-from llm_demo.model.costs import (
-    flops_of_slot,
-    sizes_of,
-)
+from llm_demo.model.costs import flops_of_slot, sizes_of
 from llm_demo.model.families import experts_of
 from llm_demo.model.source import load_config
 from llm_demo.options.lora import apply_lora

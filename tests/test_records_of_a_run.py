@@ -12,14 +12,7 @@ from llm_demo.core import timer as timing
 from llm_demo.core.mesh import World
 from llm_demo.core.timer import StepTimer, _Clock
 from llm_demo.flags.args import parse_args
-from llm_demo.run.records import (
-    TIMES,
-    Gather,
-    Records,
-    beyond_terminal,
-    summarise,
-    without,
-)
+from llm_demo.run.records import TIMES, Gather, Records, beyond_terminal, summarise, without
 
 WORLD = World(0, 1, 0, torch.device("cpu"))
 SETTINGS = {

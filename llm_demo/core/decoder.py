@@ -116,7 +116,7 @@ class Blocks(nn.Module):
             if self.checkpointing and torch.is_grad_enabled():
                 # the same experts again, even if two are equal
                 kept = list(self.kept)
-                if blocks_with_experts(block):
+                if hasattr(getattr(block, "mlp", None), "experts"):
                     kept.append(CHOICE)
                 hidden = recomputed(
                     block, hidden, self.list_results_to_keep, self.dropout, kept, **inputs

@@ -17,14 +17,7 @@ from collections import Counter
 
 import numpy as np
 
-from llm_demo.data.codec import (
-    REFUSALS,
-    THINK_PROMPT,
-    Codec,
-    assistant,
-    has_variable,
-    is_empty,
-)
+from llm_demo.data.codec import REFUSALS, THINK_PROMPT, Codec, assistant, has_variable, is_empty
 from llm_demo.data.reasons import (
     EMPTY_TURN,
     LEFT_OUT,

@@ -21,13 +21,7 @@ from llm_demo.flags.args import Args
 from llm_demo.machine.device import Device, dtype_name, has_fused_kernels, is_sm
 from llm_demo.machine.dist import from_rank0, once_per_node
 from llm_demo.machine.text import layer_kinds
-from llm_demo.model.costs import (
-    heads_of,
-    heads_of_rule,
-    param_count,
-    share_of_heads,
-    windows_of,
-)
+from llm_demo.model.costs import heads_of, heads_of_rule, param_count, share_of_heads, windows_of
 from llm_demo.model.families import experts_of, family_name, is_hybrid
 
 # backends of attention that make the buckets which linear attention in PyTorch needs, or need none

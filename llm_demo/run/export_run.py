@@ -16,24 +16,13 @@ from llm_demo.machine.device import DTYPES
 from llm_demo.machine.files import write_text
 from llm_demo.machine.process import appearing
 from llm_demo.machine.text import blame, differences
-from llm_demo.model.export_files import (
-    described_model,
-    merged,
-    write_adapter,
-    write_weights,
-)
+from llm_demo.model.export_files import described_model, merged, write_adapter, write_weights
 from llm_demo.model.families import family_name
 from llm_demo.model.low_bits import fp8_config
 from llm_demo.model.model_folder import describe
 from llm_demo.model.source import find_model, load_tokenizer
 from llm_demo.model.untrained import RECORD, Untrained, read_record, untrained_in
-from llm_demo.model.weights_files import (
-    Weights,
-    base_digest,
-    identity_of,
-    in_files,
-    open_weights,
-)
+from llm_demo.model.weights_files import Weights, base_digest, identity_of, in_files, open_weights
 from llm_demo.options.lora import factors_of
 from llm_demo.run.checkpoint_files import checked_facts, compare_shapes, read_tensors, weights_of
 from llm_demo.run.folder import object_in
