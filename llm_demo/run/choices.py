@@ -269,7 +269,8 @@ def choose_product(config, device: Device, dtype: torch.dtype, probe=try_kernel)
         return "looped", "on a CPU"
     if dtype != torch.bfloat16:
         return "looped", "the grouped product needs bf16"
-    width = getattr(config, "moe_intermediate_size", config.intermediate_size)
+    # of an expert; some families have no dense network, some no key of its own
+    width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
     if config.hidden_size % 8 or width % 8:
         return "looped", "the grouped product needs sizes that are multiples of 8"
     problem = probe("experts", dtype_name(dtype))
