@@ -9,7 +9,13 @@ import torch
 from conftest import args_with
 from test_attention import A100, CPU, H100, MI300
 from torch import nn
-from transformers import DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    DeepseekV3Config,
+    OlmoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.integrations.moe import batched_mm_experts_forward
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
@@ -387,6 +393,9 @@ def test_choice_of_the_product():
     assert choose_product(CONFIGS["qwen"], CPU, torch.float32) == ("looped", "on a CPU")
     narrow = Qwen3MoeConfig(**{**SIZES, "moe_intermediate_size": 12})
     assert choose_product(narrow, H100, torch.bfloat16, probe=lambda *of: None)[0] == "looped"
+    for config in (Qwen3_5MoeTextConfig(), OlmoeConfig()):  # without a dense width, or another
+        found = choose_product(config, H100, torch.bfloat16, probe=lambda *of: None)
+        assert found[0] == "grouped"
     for device, dtype, problem, expected in (
         (CPU, torch.bfloat16, None, "looped"),
         (H100, torch.float32, None, "looped"),
