@@ -16,8 +16,10 @@ from llm_demo.core import loss, optim
 from llm_demo.core.decoder import delta_layers
 from llm_demo.core.mesh import SPLIT
 from llm_demo.machine.dist import start
+from llm_demo.options import lora
 
 KIND, CASES = sys.argv[1:]
+lora.LARGE_RESULT = 0  # adapters are computed as for large inputs
 record = {"steps": [], "after_step": [], "decays": set(), "case": {}}
 
 
@@ -216,7 +218,7 @@ def make_adamw(params, lr, weight_decay, compiled, moments=torch.float32, make=o
     return make(params, lr, weight_decay, compiled, moments)
 
 
-optim.CompiledAdamW.LARGE = 1 << 15  # so that tiny models have some
+optim.CompiledAdamW.LARGE_RESULT = 1 << 15  # so that tiny models have some
 optim.CompiledAdamW.SLICE = 3 << 14  # and some of several slices
 optim.WIDE = 5 << 11
 if not torch.cuda.is_available():

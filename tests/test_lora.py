@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import test_parity as parity
@@ -33,6 +34,10 @@ from llm_demo.core.decoder import FUSED, Blocks
 from llm_demo.core.errors import UserError
 from llm_demo.model.adapters import choose_lora
 from llm_demo.model.weights_files import open_weights, refuse_other_adapters
+from llm_demo.options import lora
+from llm_demo.options.four_bits import FourBits
+from llm_demo.options.four_bits_library import quantised
+from llm_demo.options.fp8 import RecipeLinear
 from llm_demo.options.lora import Factor, Lora, LoraLinear
 from llm_demo.run.export_run import export
 
@@ -301,6 +306,37 @@ def test_dropout_is_of_the_adapters_inputs_in_training():
         whole = layer(x)
     assert torch.allclose(whole, base + x @ a.T @ b.T * (4.0 / 2), atol=1e-5)
     assert not torch.allclose(found, whole, atol=0.1)
+
+
+@pytest.mark.parametrize("bits, trains", [(16, True), (16, False), (4, True)])
+def test_large_results_exist_once(bits, trains):
+    """The same values and gradients as of two results that are added; no gradient that nobody
+    asks for."""
+    torch.manual_seed(3)
+    base = nn.Linear(64, 96, bias=bits == 16).requires_grad_(False)
+    if bits == 4:
+        stored = quantised(base.weight)
+        recipe = FourBits(base, "weight", torch.float32, read=lambda: stored).to_empty(device="cpu")
+        base.weight = nn.Parameter(recipe.stored(), requires_grad=False)
+        base = RecipeLinear(base, recipe)
+    layer = LoraLinear(base, Lora(2, 4.0, 0.0, ("x",), 0, {}))
+    Blocks([layer], checkpointing=True)
+    for factor in (layer.lora_A, layer.lora_B):
+        factor.to_empty(device="cpu").weight.data.normal_()
+    found, x, in_one = {}, torch.randn(2, 5, 64), LoraLinear._in_one
+    for large in (1, 10 * 96, 10 * 96 + 1):
+        hidden = x.clone().requires_grad_(trains)
+        counted = mock.patch.object(LoraLinear, "_in_one", autospec=True, side_effect=in_one)
+        with mock.patch.object(lora, "LARGE_RESULT", large), counted as called:
+            out = layer(hidden)
+        assert called.call_count == (large <= 10 * 96)
+        out.square().sum().backward()
+        found[large] = [out, *(p.grad for p in layer.parameters() if p.requires_grad)]
+        found[large] += [hidden.grad] * trains
+        layer.zero_grad()
+    assert len(found[1]) == 3 + trains
+    for one, two in zip(found[1], found[10 * 96 + 1], strict=True):
+        assert torch.allclose(one, two, rtol=1e-5, atol=1e-4)
 
 
 class Network(nn.Module):

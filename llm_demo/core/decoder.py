@@ -81,7 +81,8 @@ def skeleton(config, attn_impl: str, weights=None, product: str = "looped") -> P
 
 
 CHOICE = torch.ops.aten.topk.default  # of a token's experts
-OWN_AUTOGRAD = ("recipe", "cut")  # attributes of modules that run autograd functions of their own
+# attributes of modules that run autograd functions of their own
+OWN_AUTOGRAD = ("recipe", "cut", "lora_A")
 
 
 class Blocks(nn.Module):
@@ -95,6 +96,9 @@ class Blocks(nn.Module):
         super().__init__()
         self.blocks, self.checkpointing = nn.ModuleList(blocks), checkpointing
         self.kept = kept or []
+        for layer in self.modules():
+            if hasattr(layer, "recomputed"):  # one with an adapter
+                layer.recomputed = checkpointing
         self.dropout = any(getattr(m, "dropout", 0) for m in self.modules())  # only of adapters
         # PyTorch 2.11 keeps what these modules' autograd functions return in compiled blocks,
         # unless it has a list of the operators whose results it shall keep

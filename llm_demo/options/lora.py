@@ -16,10 +16,13 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from llm_demo.core.decoder import FUSED, fused, kept_in_fp32
-from llm_demo.options.four_bits import FourBits
+from llm_demo.options.four_bits import FourBits, values_of
 from llm_demo.options.fp8 import RecipeLinear
+
+LARGE_RESULT = 1 << 23  # numbers of a layer's input or result, from which on their memory matters
 
 
 class Lora(NamedTuple):
@@ -66,6 +69,51 @@ class Factor(nn.Linear):
         return {"weight": values.bfloat16().float()}
 
 
+def _two_products(x, w, a, b):
+    """x [T, K] times w [K, N], plus a [T, R] times b [R, N], in the memory of one result."""
+    return (x @ w).addmm_(a, b)
+
+
+# An operator: where blocks are recomputed, a compiler would compute the two results apart and keep
+# both for what reads the sum. Elsewhere it keeps the sum, and a partitioner with a budget would
+# take an operator that it does not know for cheap. Not a torch.library.custom_op, which takes the
+# host three times as long.
+LIBRARY = torch.library.Library("llm_demo", "FRAGMENT")
+LIBRARY.define("two_products(Tensor x, Tensor w, Tensor a, Tensor b) -> Tensor")
+LIBRARY.impl("two_products", _two_products, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("llm_demo::two_products")
+def _(x, w, a, b):
+    return x.new_empty(x.shape[0], w.shape[1])
+
+
+class _Adapted(torch.autograd.Function):
+    """x [T, K] by a frozen weight and its adapter: what is large exists once, in the forward the
+    result, in the backward the gradient of x. scales: of a weight in 4 bits, see `values_of`. A, B,
+    scale: of the adapter."""
+
+    @staticmethod
+    def forward(ctx, x, weight, scales, A, B, scale, x_trains):
+        whole = weight if scales is None else values_of(weight, scales, x.shape[1], x.dtype)
+        a = (x @ A.T) * scale
+        ctx.save_for_backward(x, weight, scales, A, B, a)
+        ctx.scale, ctx.x_trains = scale, x_trains
+        return torch.ops.llm_demo.two_products(x, whole.T, a, B.T)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight, scales, A, B, a = ctx.saved_tensors
+        grad_a = (grad @ B) * ctx.scale
+        grad_x = None
+        if ctx.x_trains:
+            if scales is not None:
+                weight = values_of(weight, scales, x.shape[1], grad.dtype, grad)
+            grad_x = torch.ops.llm_demo.two_products(grad, weight, grad_a, A)
+        return grad_x, None, None, grad_a.T @ x, grad.T @ a, None, None
+
+
 class LoraLinear(RecipeLinear):
     """A linear layer x W^T with its adapter: + alpha / rank x A^T B^T."""
 
@@ -74,12 +122,31 @@ class LoraLinear(RecipeLinear):
         self.scale, self.dropout = lora.alpha / lora.rank, lora.dropout
         self.lora_A = Factor(base.in_features, lora.rank, zero=False)
         self.lora_B = Factor(lora.rank, base.out_features, zero=True)
+        self.recomputed = False  # as Blocks sets it
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dropout = self.dropout if torch.is_grad_enabled() else 0  # not in an evaluation
+        widest = max(x.shape[-1], self.lora_B.weight.shape[0])
+        large = x[..., 0].numel() * widest >= LARGE_RESULT
+        if self.recomputed and large and not dropout and not isinstance(self.recipe, str):  # fp8
+            return self._in_one(x)
         out = super().forward(x)
-        if self.dropout and torch.is_grad_enabled():  # not in an evaluation
-            x = F.dropout(x, self.dropout)
+        if dropout:
+            x = F.dropout(x, dropout)
         return out + self.lora_B(self.lora_A(x) * self.scale)
+
+    def _in_one(self, x: torch.Tensor) -> torch.Tensor:
+        """The same in the memory of one result."""
+        out = _Adapted.apply(
+            x.flatten(0, -2),
+            self.weight,
+            getattr(self.recipe, "scales", None),
+            self.lora_A.weight,
+            self.lora_B.weight,
+            self.scale,
+            x.requires_grad,
+        ).unflatten(0, x.shape[:-1])
+        return out if self.bias is None else out + self.bias
 
 
 def matrices_of(shapes: dict[str, tuple]) -> dict[str, tuple]:
