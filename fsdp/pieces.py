@@ -12,12 +12,12 @@ from torch import nn
 
 from llm_demo.core.decoder import Blocks, recomputed
 
-PIECE = 1 << 14  # tokens
+PIECE, LONG = 1 << 13, 1 << 15  # tokens: of a piece, and that go through whole
 
 
 def use_pieces(unit: Blocks) -> None:
     """Let the frozen networks of a unit's blocks take PIECE tokens at a time if a micro-batch has
-    more than twice as many, and if blocks are recomputed."""
+    more than LONG, and if blocks are recomputed."""
     for block in unit.blocks if unit.checkpointing else ():
         network = getattr(block, "mlp", None)  # some families call it otherwise
         if network is None or hasattr(network, "experts"):
@@ -34,9 +34,10 @@ def in_pieces(kind: type[nn.Module]) -> type[nn.Module]:
 
     class Pieces(kind):
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            pieces, run = hidden.flatten(0, 1).split(PIECE), super().forward
-            if len(pieces) < 3:
+            rows, run = hidden.flatten(0, 1), super().forward
+            if len(rows) <= LONG:
                 return run(hidden)
+            pieces = rows.split(PIECE)
             if torch.is_grad_enabled():
                 lists, dropout = self.lists_results, self.has_dropout
                 done = [recomputed(run, piece, lists, dropout) for piece in pieces]

@@ -39,7 +39,7 @@ PROCESS = 2.1  # GiB of host memory: Python, PyTorch, CUDA; measured beside 0.6B
 USABLE = 0.95  # share of a card's memory; the rest is for what the formula leaves out
 LONG_DOCUMENT = 8192  # tokens from which on attention takes a good part of the forward
 INPUTS_KEPT = 2  # inputs of blocks that --activations_on_host leaves on the device
-MLP_PIECE = 1 << 14  # tokens that a frozen MLP computes together
+MLP_PIECE, MLP_LONG = 1 << 13, 1 << 15  # tokens of which a frozen MLP computes a piece
 STREAMED = 3 << 21  # elements that the host's optimizer has on the device at a time
 LOW_RANK_BATCH = 1 << 27  # elements of the matrices that PowerSGD multiplies at a time
 
@@ -279,7 +279,7 @@ def saved_bytes(block: Cost, sizes: Sizes, s: Settings) -> float:
 
 def width_of(block: Cost, s: Settings) -> float:
     """Width of a block's network, less if it is frozen and computed again in pieces."""
-    if s.lora and s.use_activation_checkpointing and s.tokens > 2 * MLP_PIECE:
+    if s.lora and s.use_activation_checkpointing and s.tokens > MLP_LONG:
         return block.width * MLP_PIECE / s.tokens
     return block.width
 
@@ -296,6 +296,12 @@ def passing_bytes(block: Cost, sizes: Sizes, s: Settings) -> float:
     of_rule = 56 * block.rule if s.rule != "chunked" else 0
     if not s.use_activation_checkpointing:
         return total + of_experts + of_rule
+    if s.lora and s.compile and not (block.chosen or block.rule or s.keys):
+        # by the compiler's plan for Qwen3-8B on an H100: hidden states, with a frozen network in
+        # pieces also its gradients in two parts; what attention reads; six of the network's width
+        width = width_of(block, s)
+        states = 5 if width == block.width else 7
+        return total + (states * sizes.hidden + block.mixer + 6 * width) * s.size
     # of queries, keys and values, some in fp32; then the network's memory is free
     of_attention = s.size * (4 * heads.queries + 2 * heads.keys) + 4 * heads.queries
     of_mixer = of_rule if block.rule else heads.width * of_attention

@@ -367,6 +367,7 @@ def test_long_rows_go_through_a_network_in_pieces(monkeypatch):
     """Over a frozen base; in the backward too. What the parts of a piece add up to is the same."""
     hidden, rows = torch.randn(2, 50, 8), []
     monkeypatch.setattr("fsdp.pieces.PIECE", 30)
+    monkeypatch.setattr("fsdp.pieces.LONG", 60)
     found = []
     for recomputed in (False, True):
         layer = adapted_layer()

@@ -22,6 +22,7 @@ from llm_demo.run.plan import Data, Plan
 def test_blocks_share_compiled_code_also_if_long_rows_go_in_pieces(monkeypatch):
     """Compiling takes minutes on a GPU if each block is compiled anew."""
     monkeypatch.setattr("fsdp.pieces.PIECE", 16)
+    monkeypatch.setattr("fsdp.pieces.LONG", 32)
     config = Qwen3Config(
         vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=2, head_dim=64,

@@ -130,14 +130,14 @@ def test_host_memory_and_attention_kept_are_as_measured():
             expected = sum(peak.host for peak in peaks(sizes, settings))
             assert expected == pytest.approx(sum(result["summary"]["peak_host_gb"]), rel=0.1)
             offloaded += 1
-        if recorded:
+        if recorded and not settings.lora:  # whose blocks took more then
             limit = result["config"]["device_memory_gb"]
             card = 139.8 if "H200" in result["env"]["device"] else 79.2
             capacity = limit + memory.CONTEXT_GB if limit else card
             settings = dataclasses.replace(settings, attention_kept=0)
             assert memory.attention_kept(sizes, settings, 1 << 17, capacity)[0] == recorded
             kept += 1
-    assert offloaded > 20 and kept > 8
+    assert offloaded > 20 and kept > 5
 
 
 # ---------------------------------------------------------------- terms, by hand
@@ -149,7 +149,8 @@ BF16 = Compute(torch.bfloat16, "sdpa", compile=True)
 
 
 def test_constants_are_those_of_the_modules_that_they_describe():
-    assert memory.INPUTS_KEPT == activations_on_host.STAY and memory.MLP_PIECE == pieces.PIECE
+    assert memory.INPUTS_KEPT == activations_on_host.STAY
+    assert (memory.MLP_PIECE, memory.MLP_LONG) == (pieces.PIECE, pieces.LONG)
     assert memory.STREAMED == host_adamw.SLOTS * host_adamw.SLICE
     assert memory.LOW_RANK_BATCH == powersgd.TOGETHER
 
@@ -184,6 +185,19 @@ def test_a_block_keeps_about_what_autograd_saves():
         settings = Settings(engine="fsdp", ranks=1, compile=compile)
         saved = memory.saved_bytes(sizes.blocks[0], sizes, settings) / 2
         assert 0.95 < saved / counted < 1.25
+
+
+def test_a_block_with_adapters_takes_what_the_compiler_plans():
+    """GiB of the backward of a recomputed block of 8B with adapters of rank 16, as counted once in
+    the code that PyTorch 2.13 makes for an H100."""
+    config = load_config(ROOT / "models/qwen3-8b", 1024)
+    given = dict(lora_rank=16, lora_alpha=32.0, lora_targets="all-linear", base_bits=4)
+    lora = choose_lora(args_with(**given), config, {})
+    sizes, of_run = sizes_of(config), {**CKPT, "engine": "fsdp", "ranks": 1, "lora": lora}
+    for tokens, mib in ((4096, 860), (102_400, 9775)):
+        settings = Settings(**of_run, seq_len=tokens)
+        takes = tokens * memory.passing_bytes(sizes.blocks[0], sizes, settings) / 2**20
+        assert takes == pytest.approx(mib, rel=0.03)
 
 
 def test_a_stage_has_its_own_frozen_blocks_and_adapters():
