@@ -181,6 +181,48 @@ def _four_bits():
     ]
 
 
+def _adapters():
+    """Adapters of rank 16. 14B and 8B on two cards, with and without a link between them, 16,384
+    tokens a step: a pipeline, shards of the frozen weights, copies over 4 bits. 8B on one card
+    beside Unsloth, which sends inputs of blocks to the host too. Qwen3-30B-A3B, then the longest
+    rows, over 4 bits."""
+    rank, bits = "--lora_rank 16", "--lora_rank 16 --base_bits 4"
+    held, capped = "--activations_on_host", "--device_memory_gb"
+    two = {"gpus": 2, "steps": 10}
+    piped = {**two, "engine": "fsdp_pp", "micro": 4, "ga": 4}
+    sharded = {**two, "micro": 8, "flags": f"{rank} {RESHARD}"}
+    three = [
+        {**piped, "flags": f"{rank} --schedule interleaved"},
+        {**sharded, "flags": f"{rank} {RESHARD} --activation_memory_budget 0.6"},
+        {**sharded, "ckpt": True},
+        {**two, "micro": 4, "ga": 2, "flags": f"{bits} {COPIES}"},
+    ]
+    schedules = [{**piped, "flags": f"{rank}{schedule}"} for schedule in (" --schedule v", "")]
+    spread = [
+        {**row, "model": model, "env": env}
+        for model, rows in (("models/qwen3-14b", [*three, *schedules]), (LARGE, three))
+        for env in (_NO_P2P, "")
+        for row in rows
+    ]
+    one = {"model": LARGE, "gpus": 1, "ckpt": True}
+    beside = [
+        {**one, "micro": 4, "steps": 16, "engine": engine, "flags": f"{flags}{more}"}
+        for flags in (rank, bits)
+        for engine, more in (("fsdp", f" {held}"), ("unsloth", ""), ("fsdp", ""))
+    ]
+    mixture = {**_WHOLE_MIXTURE, "gpus": 1, "steps": 8}
+    experts = [
+        {**mixture, "flags": f"{bits} {capped} 30"},
+        {**mixture, "flags": f"{bits} --optim_state bf16 {held} {capped} 23"},
+        {**mixture, "engine": "unsloth", "flags": bits},
+    ]
+    longest = [
+        {**one, "steps": 3, "seq_len": tokens << 10, "flags": f"{bits} {held} {capped} 22"}
+        for tokens in (100, 112)
+    ]
+    return [*spread, *beside, *experts, *longest]
+
+
 def _fp8():
     """Products in fp8 beside our bf16, and beside torchtitan's bf16 and its fp8 by torchao."""
     whole = {**_8B_RESHARDED, "gpus": 2, "steps": 12}
@@ -366,6 +408,7 @@ PRESETS = {
     "fit": _fit(),
     "one_card": _one_card(),
     "four_bits": _four_bits(),
+    "adapters": _adapters(),
     "fp8": _fp8(),
     "tensor": _tensor(),
     "qwen35": _qwen35(),

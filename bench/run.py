@@ -36,6 +36,10 @@ MOST_TOKENS = 1 << 22  # of random data: writing 512 rows of 131,072 takes minut
 def main() -> int:
     args = make_parser().parse_args()
     rows = grid(args)
+    if args.dry_run:
+        for row in rows.values():
+            print(f"{name_of(row)}: {in_words(row)}")
+        return 0
     out = args.out or args.preset or "grid"
     file, stored = store.file_of(out), {store.key_of(r): r for r in store.read(out)}
     done = {key: stored[key]["status"] for key in rows if key in stored}
@@ -91,6 +95,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", help="write bench/results/OUT.jsonl; default: OUT is the preset")
     parser.add_argument("--timeout", type=whole(1), default=1800, help="seconds allowed for a row")
     parser.add_argument("--resume", action="store_true", help="measure missing and failed rows")
+    parser.add_argument("--dry_run", action="store_true", help="print the commands, run nothing")
     parser.add_argument("--overwrite", action="store_true", help="measure every row again")
     return parser
 
@@ -145,6 +150,14 @@ def measure(row: dict, timeout: float) -> dict:
     for path, name in {**paths, f"{ROOT}/": ""}.items():
         result = result.replace(path, name)
     return json.loads(result)
+
+
+def in_words(row: dict) -> str:
+    """The command of a row as typed, but for its random data, which is not made."""
+    peer = PEERS.get(row["engine"])
+    command = peer.command_of(row) if peer else command_of({**row, "data": "DATA"}, Path("OUT"))
+    gpus = f"NPROC_PER_NODE={row['gpus']}" if row["gpus"] else ""
+    return " ".join([*row["env"].split(), *gpus.split(), *map(str, command)])
 
 
 def command_of(row: dict, out: Path) -> list[str]:

@@ -98,6 +98,20 @@ def test_scripts_take_the_flags_of_all_presets():
             parse_args("", *own[row["engine"]], argv=command[at:])
 
 
+def test_a_dry_run_prints_the_commands_of_the_rows(call, empty, tmp_path):
+    code, said, _ = call(bench.main, "--preset", "adapters", "--dry_run")
+    lines = said.splitlines()
+    assert code == 0 and len(lines) == len(bench.PRESETS["adapters"]) == len({*lines})
+    assert not [*tmp_path.iterdir()]  # nothing is recorded
+    for words, count in (
+        (r": NCCL_P2P_DISABLE=1 NPROC_PER_NODE=2 .*launch_fsdp_pp.* --schedule interleaved$", 2),
+        (r": NPROC_PER_NODE=2 .*launch_fsdp\.sh .*--train_json DATA .*--replicas all$", 2),
+        (r"^unsloth-.*: NPROC_PER_NODE=1 .* -m bench\.peers\.unsloth$", 3),
+        (r"qwen3-30b-a3b .*--seq_len 4096 .*--device_memory_gb 30$", 1),
+    ):
+        assert sum(bool(re.search(words, line)) for line in lines) == count, words
+
+
 def result_of(**settings):
     return {"status": "ok", "row": {**bench.DEFAULTS, **settings}}
 
