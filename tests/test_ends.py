@@ -1,7 +1,6 @@
 """How runs end: a launcher that is killed, a terminal that is closed, Ctrl-C before step 1."""
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -9,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import termios
 import time
 from pathlib import Path
 
@@ -48,19 +46,28 @@ time.sleep(100)
 """
 
 
-def started(command, **options):
-    """Start in a new session, with signals at their defaults: a shell's & ignores Ctrl-C."""
+@contextlib.contextmanager
+def signals(hup=signal.SIG_DFL):
+    """What is started inside has signals at their defaults: a shell's & ignores Ctrl-C.
 
-    def usual():
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.signal(signal.SIGHUP, options.get("hup", signal.SIG_DFL))
+    Not by Popen's preexec_fn: Python's code in a fork of this process may collect garbage, and
+    process groups of earlier tests, whose threads are not in the fork, then hang or crash it."""
+    chosen = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: hup}
+    before = {number: signal.signal(number, handler) for number, handler in chosen.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
+
+def started(command, hup=signal.SIG_DFL, env=()):
+    """Start in a new session."""
     path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
-    env = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": path, "NPROC_PER_NODE": "2"}
-    process = subprocess.Popen(
-        list(map(str, command)), env={**env, **options.get("env", {})}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=usual,
-    )  # fmt: skip
+    given = {"PYTHON": sys.executable, "PYTHONPATH": path, "NPROC_PER_NODE": "2"}
+    with signals(hup):
+        process = subprocess.Popen(
+            list(map(str, command)), env={**os.environ, **given, **dict(env)}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
     begun.append(process)
     return process
 
@@ -108,19 +115,16 @@ def test_no_rank_outlives_its_launcher(tmp_path):
 @pytest.mark.parametrize("kind", ["fsdp", slow("pp"), slow("zero"), slow("fsdp_pp")])
 def test_a_closed_terminal_saves(kind, tmp_path):
     """A real terminal: SIGHUP to the group, and whatever is printed from then on fails."""
-
-    def take_terminal():
-        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
     terminal, theirs = os.openpty()
     flags = f"{TRAIN} --eval_json none --output_dir"
-    launcher = subprocess.Popen(
-        ["bash", LAUNCHERS[kind], *flags.split(), tmp_path / "run"],
-        env=environment(PYTHON=python(), NPROC_PER_NODE="2", A_TEST=str(tmp_path)),
-        stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, cwd=tmp_path,
-        preexec_fn=take_terminal,
-    )  # fmt: skip
+    # who leads a session and opens a terminal has it
+    script = f'exec bash "$0" "$@" <{os.ttyname(theirs)}'
+    with signals():
+        launcher = subprocess.Popen(
+            ["bash", "-c", script, LAUNCHERS[kind], *flags.split(), tmp_path / "run"],
+            env=environment(PYTHON=python(), NPROC_PER_NODE="2", A_TEST=str(tmp_path)),
+            stdout=theirs, stderr=theirs, start_new_session=True, cwd=tmp_path,
+        )  # fmt: skip
     os.close(theirs)
     said = b""
     try:
