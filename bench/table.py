@@ -3,7 +3,8 @@
 With names it prints the tables of bench/results/NAME.jsonl (my-box/seed). Without, it updates the
 tables between <!-- table: NAME --> and <!-- end --> in README.md and docs/*.md; --check only fails
 if one of them differs from the results. NAME#toks/s and NAME#peak_mem(G) compare each model's rows
-with its first; NAME#fsdp has one engine's rows in eight columns."""
+with its first; NAME#fsdp has one engine's rows in eight columns; NAME#ways is what --measure
+printed, the fastest first."""
 
 import argparse
 import re
@@ -24,6 +25,18 @@ HEAD = (
     "waiting", "toks/s", "real/s", "learnt/s", "MFU", "peak_mem(G)", "allocated(G)", "host_mem(G)",
 )  # fmt: skip
 QUALITY = ("rank", "bytes sent", "held-out loss at the end", "held-out rows answered exactly")
+WAYS = (
+    "way",
+    "micro_bsz",
+    "GA",
+    "ckpt",
+    "step_ms",
+    "toks/s",
+    "ratio",
+    "peak_mem(G)",
+    "comm_ms",
+    "dtype",
+)
 SHORT = "micro", "GA", "ckpt", "dtype", "step_ms", "comm_ms", "toks/s", "peak_mem(G)"
 OPTIONAL = {
     "model": 1,
@@ -37,6 +50,7 @@ COMPARED = {
     "toks/s": ("{:,.0f}", lambda summary: summary["median_slots_per_s"]),
     "peak_mem(G)": ("{:.1f}", lambda summary: max(store.peaks_of(summary))),
 }
+APPROXIMATE = re.compile("--psgd_rank|--fp8")  # gradients are not those of a plain loop
 RETRIED = "*"  # marks the memory of a row whose allocator ran dry after step 3
 
 
@@ -100,6 +114,52 @@ def quality_of(result: dict) -> list[str]:
     return [*head, f"{at_the_end[0]:.3f}", f"{at_the_end[1]:.1%}"]
 
 
+def way_of(engine: str, flags: str) -> str:
+    """A way to train in words: the engine and its flags, those of data apart."""
+    words = re.sub(r"--tokenizer_name_or_path \S+", "", flags).replace("--", "")
+    way = " ".join([engine, *words.split()])
+    return f"{way} (approximate)" if APPROXIMATE.search(flags) else way
+
+
+def ways(results: list[dict]) -> str:
+    """Return the table of --measure: the fastest first, then rows without a time. step_ms is the
+    median, with the quartiles; ratio is its share of the fastest."""
+    done = [result for result in results if result["status"] == "ok"]
+    done.sort(key=lambda result: result["summary"]["median_step_ms"])
+    lines = []
+    for result in done:
+        row, summary = result["row"], result["summary"]
+        step_ms = summary["median_step_ms"]
+        low, high = summary["quartiles_step_ms"]
+        columns = summary["row"] | {
+            "way": way_of(row["engine"], row["flags"]),
+            "step_ms": f"{step_ms:.1f} ({low:.1f}–{high:.1f})",
+            "toks/s": f"{summary['median_slots_per_s']:,.0f}",
+            "ratio": f"{step_ms / done[0]['summary']['median_step_ms']:.2f}",
+        }
+        if summary["late_alloc_retries"]:
+            columns["peak_mem(G)"] += f" {RETRIED}"
+        lines.append([str(columns[name]) for name in WAYS])
+    for result in results:
+        if result["status"] != "ok":
+            row = result["row"]
+            batch = [str(row["micro"]), str(row["ga"]), "FT"[row["ckpt"]]]
+            lines.append(
+                [
+                    way_of(row["engine"], row["flags"]),
+                    *batch,
+                    result["status"],
+                    *[""] * 4,
+                    row["dtype"],
+                ]
+            )
+    lines = [WAYS, ["---"] * len(WAYS), *lines]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return markdown(
+        [cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines
+    )
+
+
 def table(name: str) -> str:
     """Return the table of a file of results. Those of bench.checkpoints have their own columns."""
     name, _, column = name.partition("#")
@@ -112,6 +172,8 @@ def table(name: str) -> str:
     if all("--psgd_rank" in result["row"]["flags"] for result in results):
         lines = map(quality_of, sorted(results, key=rank_of))
         return markdown([QUALITY, ["---"] * len(QUALITY), *lines])
+    if column == "ways":
+        return ways(results)
     results = in_order(results)
     if column in COMPARED:
         return compared(results, column)

@@ -15,7 +15,8 @@ import torch
 from bench import plots, store
 from bench.presets import DEFAULTS
 from bench.run import describe, measure
-from bench.table import markdown
+from bench.table import APPROXIMATE, way_of
+from bench.table import ways as ways_table
 from llm_demo import step_time
 from llm_demo.core.errors import UserError
 from llm_demo.data.packs import load_rows
@@ -35,19 +36,9 @@ MUCH_SLOWER = 2.0  # than the fastest by the rough formula: such a way is skippe
 EQUAL = 1.03  # by which the medians of equal ways may differ
 DRIFT = 0.05  # of a step's time, between the first run of a way and the last
 ENGINES = ("fsdp", "pp", "zero", "fsdp_pp")  # the simplest first
-OF_A_ROW = ("micro_batch_size", "grad_accum_steps", "use_activation_checkpointing")
-TABLE = (
-    "way",
-    "micro_bsz",
-    "GA",
-    "ckpt",
-    "step_ms",
-    "toks/s",
-    "ratio",
-    "peak_mem(G)",
-    "comm_ms",
-    "dtype",
-)
+BATCH = ("micro_batch_size", "grad_accum_steps")
+SAVINGS = ("use_activation_checkpointing", "activation_memory_budget", "activations_on_host")
+OF_A_ROW = (*BATCH, "use_activation_checkpointing")
 
 
 # ---------------------------------------------------------------- before the first run
@@ -79,25 +70,28 @@ def fill_from_machine(ask) -> None:
     ask.tokens_a_step = -(-ask.tokens_a_step // least) * least
 
 
-def kind_measured(choice, cards: int) -> str:
-    """What is measured once: flags without sizes of batches; on one card with them."""
-    flags = dict(choice.flags)
-    if cards > 1:
-        del flags["micro_batch_size"], flags["grad_accum_steps"]
-    return f"{choice.settings.engine} {flags}"
+def fastest_of_each(choices: list, left_out: tuple[str, ...]) -> list:
+    """The fastest Choice by the rough formula of those with the same engine and flags, apart from
+    the flags left out; the fastest first."""
+    fastest = {}
+    for choice in sorted(choices, key=lambda choice: (choice.seconds, len(choice.flags))):
+        flags = {name: value for name, value in choice.flags.items() if name not in left_out}
+        fastest.setdefault(f"{choice.settings.engine} {flags}", choice)
+    return list(fastest.values())
 
 
 def likeliest(fitting: list, ask) -> list:
-    """The fastest Choice of each kind by the rough formula, the fastest first. fitting: those that
+    """What to measure, in this order: of each way to spread the model the Choice whose batch and
+    saving of memory are the fastest by the rough formula, then its other savings; on one card
+    other batches, too. An approximate way is measured once, unless ask.all. fitting: those that
     fit. Only those with exactly the tokens of a step that were asked for can be compared."""
-    fastest = {}
-    for choice in fitting:
-        kind = kind_measured(choice, ask.cards)
-        if choice.tokens == ask.tokens_a_step:
-            known = fastest.setdefault(kind, choice)
-            if choice.seconds < known.seconds:
-                fastest[kind] = choice
-    return sorted(fastest.values(), key=lambda choice: (choice.seconds, len(choice.flags)))
+    comparable = [choice for choice in fitting if choice.tokens == ask.tokens_a_step]
+    kinds = fastest_of_each(comparable, left_out=BATCH if ask.cards > 1 else ())
+    first = fastest_of_each(kinds, left_out=(*BATCH, *SAVINGS))
+    others = [choice for choice in kinds if choice not in first]
+    if not ask.all:
+        others = [choice for choice in others if not approximate(choice)]
+    return first + others
 
 
 def row_of(choice, ask) -> dict:
@@ -167,8 +161,8 @@ def measure_ways(fitting: list, sizes: Sizes, ask, command_of: Callable) -> None
     name = str(out / "rows")
     earlier = earlier_rows(name, row_of(ways[0], ask), ask.resume)
     print(
-        f"{counted(len(ways), 'kind')} of training fit, {ask.measure} will be measured at "
-        f"{ask.tokens_a_step:,} tokens a step"
+        f"{counted(len(ways), 'kind')} of training fit, {min(ask.measure, len(ways))} will be "
+        f"measured at {ask.tokens_a_step:,} tokens a step"
     )
     found, done, took = [], [], []
     for choice in ways:
@@ -189,7 +183,7 @@ def measure_ways(fitting: list, sizes: Sizes, ask, command_of: Callable) -> None
         found.append((choice, result))
         if result["status"] == "ok":
             done.append((choice, result))
-    table = markdown(padded([TABLE, ["---"] * len(TABLE), *lines_of(found)]))
+    table = ways_table([result for _, result in found])
     write_text(out / "table.md", table)
     if not done:
         raise UserError(f"no way ran: their errors are in {store.file_of(name)}")
@@ -220,14 +214,11 @@ def run_one(row: dict, label: str, took: list[float], runs: int) -> dict:
 
 
 def label_of(choice) -> str:
-    """A way in words: the engine and its flags without sizes of batches."""
-    words = f"{choice.settings.engine} {flag_words(flags_beside(choice))}".replace("--", "").strip()
-    return f"{words} (approximate)" if approximate(choice.settings) else words
+    return way_of(choice.settings.engine, flag_words(flags_beside(choice)))
 
 
-def approximate(settings: Settings) -> bool:
-    """Whether gradients are not those of a plain loop: by PowerSGD, or products in fp8."""
-    return bool(settings.psgd_rank) or settings.fp8 != "none"
+def approximate(choice) -> bool:
+    return bool(APPROXIMATE.search(flag_words(choice.flags)))
 
 
 def median_of(result: dict) -> float:
@@ -244,7 +235,7 @@ def are_equal(a: dict, b: dict) -> bool:
 def recommended(done: list) -> tuple:
     """(the simplest Choice of those equal to the fastest exact one, the reason). done: pairs of a
     choice and its result."""
-    exact = [pair for pair in done if not approximate(pair[0].settings)] or done
+    exact = [pair for pair in done if not approximate(pair[0])] or done
     fastest = min(exact, key=lambda pair: median_of(pair[1]))
     equal = [pair for pair in exact if are_equal(pair[1], fastest[1])]
 
@@ -254,39 +245,12 @@ def recommended(done: list) -> tuple:
 
     best, _ = min(equal, key=complexity)
     others = ", ".join(label_of(choice) for choice, _ in equal if choice is not best)
-    why = f"the simplest of equals; as fast: {others}" if others else "the fastest"
+    why = "the fastest"
+    if median_of(fastest[1]) > min(median_of(result) for _, result in done):
+        why = "the fastest of those that are exact"
+    if others:
+        why = f"the simplest of equals; as fast: {others}"
     return best, f"recommended: {label_of(best)}, {why}"
-
-
-def lines_of(found: list) -> list[list[str]]:
-    """The table's lines: the fastest first, then those without a time."""
-    done = [pair for pair in found if pair[1]["status"] == "ok"]
-    done.sort(key=lambda pair: median_of(pair[1]))
-    lines = []
-    for choice, result in done:
-        summary = result["summary"]
-        low, high = summary["quartiles_step_ms"]
-        columns = summary["row"] | {
-            "way": label_of(choice),
-            "step_ms": f"{median_of(result):.1f} ({low:.1f}–{high:.1f})",
-            "toks/s": f"{summary['median_slots_per_s']:,.0f}",
-            "ratio": f"{median_of(result) / median_of(done[0][1]):.2f}",
-        }
-        if summary["late_alloc_retries"]:
-            columns["peak_mem(G)"] += " *"
-        lines.append([str(columns[name]) for name in TABLE])
-    for choice, result in found:
-        if result["status"] != "ok":
-            row = result["row"]
-            sizes = [str(row["micro"]), str(row["ga"]), "FT"[row["ckpt"]]]
-            lines.append([label_of(choice), *sizes, result["status"], *[""] * 4, row["dtype"]])
-    return lines
-
-
-def padded(lines: list) -> list[list[str]]:
-    """The lines with cells of equal widths."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]
 
 
 def drifted(first: dict, again: dict) -> list[str]:
@@ -309,7 +273,7 @@ def speed_lines(done: list, sizes: Sizes, ask) -> list[str]:
     """Keep what the cards and their link sustained, for later searches; lines that say so."""
     tflops, bandwidth = [], []
     for choice, result in done:
-        if choice.settings.engine == "fsdp" and not approximate(choice.settings):
+        if choice.settings.engine == "fsdp" and not approximate(choice):
             card, link = rates_of(choice.settings, sizes, result["summary"])
             tflops.append(card)
             if link:

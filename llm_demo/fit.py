@@ -137,6 +137,7 @@ from llm_demo.model.costs import Sizes, heads_of, refuse_shares, share_of_heads,
 from llm_demo.model.families import experts_of, family_of, is_hybrid, is_mixture
 from llm_demo.model.model_folder import open_model
 from llm_demo.model.source import find_model
+from llm_demo.options.fp8 import qualifies
 from llm_demo.run.choices import Compute, choose_compile
 from llm_demo.run.cut import split
 
@@ -311,6 +312,7 @@ def settings_to_measure(config, ask) -> Iterator[Settings]:
     """Those whose time the rough formula knows too little of to name them unmeasured: copies of the
     model, PowerSGD, fp8, the schedule v and ZeRO. Without the sizes of batches."""
     has_fp8 = is_sm(this_device(), 89) and ask.compute.compile and not is_mixture(config)
+    has_fp8 = has_fp8 and qualifies(config.intermediate_size, config.hidden_size, multiple=16)
     for saving in savings(config, ask):
         if saving.activations_on_host:
             continue

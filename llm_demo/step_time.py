@@ -23,6 +23,7 @@ LAUNCH, LEAST = 0.007, 0.03  # seconds of a micro-batch: besides its tokens; in 
 TO_HOST = 33e9  # bytes per second between a card and the host, each way at once, by two cards
 FP8_SPEED = 1.3  # of a micro-batch's products
 PSGD_SHARE = 0.1  # of the gradients' bytes that PowerSGD sends
+PSGD_SECONDS = 4e-11  # of compressing a parameter's gradient, once a step
 EXCHANGE = 2e-4  # seconds of an exchange of slices for whole rows, besides its bytes
 
 
@@ -146,6 +147,8 @@ def step_seconds(sizes: Sizes, s: Settings, flops: float, bandwidth: float) -> f
         step += sent / bandwidth
     each = s.reshard_after_forward or s.optimizer_on_host  # micro-batch communicates
     step += exposed(shared_bytes(sizes, s) / bandwidth, accum * micro if each else micro)
+    if s.psgd_rank:
+        step += PSGD_SECONDS * total
     if s.optimizer_on_host:  # masters and moments to the card, and back, beside a forward
         step += exposed(total * state_bytes(s) / s.ranks / TO_HOST, micro / 3)
     return step

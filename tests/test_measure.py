@@ -14,6 +14,7 @@ from test_memory import config_of
 
 from bench import store
 from bench import ways as measured
+from bench.table import ways
 from llm_demo import fit, step_time
 from llm_demo.core.errors import UserError
 from llm_demo.memory import Settings
@@ -28,10 +29,10 @@ def asked(out, n=2, tokens=256, more=""):
     return fit.parse(shlex.split(f"{words} --out {out} {more}"))
 
 
-def choice(engine="fsdp", seconds=1.0, tokens=256, settings=None, **flags):
+def choice(engine="fsdp", seconds=1.0, tokens=256, **flags):
     """A fit.Choice."""
     sizes = {"micro_batch_size": 2, "grad_accum_steps": 1}
-    settings = Settings(engine=engine, ranks=2, seq_len=64, **sizes, **(settings or {}))
+    settings = Settings(engine=engine, ranks=2, seq_len=64, **sizes)
     return fit.Choice(settings, sizes | flags, seconds, None, 0, tokens)
 
 
@@ -120,20 +121,27 @@ def test_rows_of_another_run_are_refused(tmp_path):
 
 
 def test_each_kind_is_tried_once_with_equal_tokens():
-    """The fastest of each by the formula; on one card each micro-batch size is a kind."""
-    ask = fit.argparse.Namespace(cards=2, tokens_a_step=256)
+    """First each way with what should be its fastest batch and saving of memory, then other
+    savings; approximate ways once. On one card each micro-batch size is a kind."""
+    ask = fit.argparse.Namespace(cards=2, tokens_a_step=256, all=False)
     large = choice(seconds=0.9, micro_batch_size=4)
+    ckpt = choice(seconds=0.95, use_activation_checkpointing=True)
     reshard = choice(seconds=0.8, reshard_after_forward=True)
+    rough = choice(seconds=1.1, psgd_rank=32)
+    rough_ckpt = choice(seconds=1.2, use_activation_checkpointing=True, psgd_rank=32)
     unequal = choice(engine="pp", seconds=0.1, tokens=320)
-    fitting = [choice(), large, reshard, unequal]
-    assert measured.likeliest(fitting, ask) == [reshard, large]
+    fitting = [choice(), ckpt, large, rough_ckpt, reshard, rough, unequal]
+    assert measured.likeliest(fitting, ask) == [reshard, large, rough, ckpt]
+    ask.all = True
+    assert measured.likeliest(fitting, ask) == [reshard, large, rough, ckpt, rough_ckpt]
     ask.cards = 1
-    assert measured.likeliest(fitting, ask) == [reshard, large, choice()]
+    ways = measured.likeliest(fitting, ask)
+    assert ways == [reshard, large, rough, ckpt, choice(), rough_ckpt]
 
 
 def test_what_overlaps_is_equal_and_the_simplest_is_recommended():
     pipeline, plain = choice("fsdp_pp", stages=2), choice(reshard_after_forward=True)
-    rough = choice(psgd_rank=32, settings={"psgd_rank": 32})
+    rough = choice(psgd_rank=32)
     fast = (pipeline, row(99, 100, 102))
     assert measured.recommended([fast, (plain, row(101, 102, 104))]) == (
         plain,
@@ -143,11 +151,20 @@ def test_what_overlaps_is_equal_and_the_simplest_is_recommended():
     for other in (row(103, 104, 106), row(100, 104, 109)):  # no overlap; too far apart
         best, why = measured.recommended([(plain, other), fast])
         assert best is pipeline and why.endswith(", the fastest")
-    best, _ = measured.recommended([(rough, row(50, 50, 50)), fast])
-    assert best is pipeline
-    lines = measured.lines_of([fast, (rough, row(50, 50, 50, late_alloc_retries=2))])
-    assert [line[0] for line in lines] == ["fsdp psgd_rank 32 (approximate)", "fsdp_pp stages 2"]
-    assert [line[6] for line in lines] == ["1.00", "2.00"] and lines[0][7] == "1.0 / 1.0 *"
+    best, why = measured.recommended([(rough, row(50, 50, 50)), fast])
+    assert best is pipeline and why.endswith(", the fastest of those that are exact")
+    slow = row(50, 50, 50, late_alloc_retries=2)
+    rows = [
+        fast[1] | {"row": {"engine": "fsdp_pp", "flags": "--stages 2"}},
+        slow | {"row": {"engine": "fsdp", "flags": "--psgd_rank 32 --tokenizer_name_or_path x"}},
+    ]
+    lines = [line.split("|")[1:-1] for line in ways(rows).splitlines()[2:]]
+    assert [line[0].strip() for line in lines] == [
+        "fsdp psgd_rank 32 (approximate)",
+        "fsdp_pp stages 2",
+    ]
+    assert [line[6].strip() for line in lines] == ["1.00", "2.00"]
+    assert lines[0][7].strip() == "1.0 / 1.0 *"
 
 
 def test_a_way_that_should_take_twice_as_long_is_skipped(tmp_path, monkeypatch, capsys):

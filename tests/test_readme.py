@@ -148,13 +148,13 @@ def test_every_test_named_exists():
     assert not missing
 
 
-def test_every_folder_is_described_in_the_readme():
+def test_every_folder_is_described():
     tops = (*SCRIPTS, "llm_demo", "bench")
     packages = {p.parent for top in tops for p in (ROOT / top).rglob("*.py")}
     expected = {f"{p.relative_to(ROOT)}/" for p in packages} | {
         "data/", "models/", "runs/", "docs/", "cluster/",
     }  # fmt: skip
-    described = set(re.findall(r"`([\w./]+/)`", section(README, "Folders")))
+    described = set(re.findall(r"`([\w./]+/)`", section(DOCS["design"], "Folders")))
     assert described == expected | {"tests/", ".ci/"}
 
 
