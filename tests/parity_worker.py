@@ -218,7 +218,7 @@ def make_adamw(params, lr, weight_decay, compiled, moments=torch.float32, make=o
     return make(params, lr, weight_decay, compiled, moments)
 
 
-optim.CompiledAdamW.LARGE_RESULT = 1 << 15  # so that tiny models have some
+optim.CompiledAdamW.LARGE = 1 << 15  # so that tiny models have some
 optim.CompiledAdamW.SLICE = 3 << 14  # and some of several slices
 optim.WIDE = 5 << 11
 if not torch.cuda.is_available():
