@@ -112,7 +112,7 @@ import torch
 from accelerate.utils import find_executable_batch_size
 from torch.nn.utils.rnn import pad_sequence
 
-from llm_demo.core.decoder import refuse_non_finite
+from llm_demo.core.decoder import refuse_non_finite, soft_cap
 from llm_demo.core.loss import score
 from llm_demo.core.rows import Rows, label_positions
 from llm_demo.data.codec import stop_tokens
@@ -288,7 +288,8 @@ def mean_loss(batch: int, model, packs: Rows, count: int) -> tuple[float, int, i
         index, targets, answers = (t.to(model.device) for t in (index, targets, answers))
         output = model.model(input_ids=ids.to(model.device), use_cache=False)
         hidden = output.last_hidden_state / getattr(model.config, "logits_scaling", 1)  # Granite
-        loss, misses = score(hidden, model.lm_head.weight, index, targets, answers).tolist()
+        weight, cap = model.lm_head.weight, soft_cap(model.config)
+        loss, misses = score(hidden, weight, index, targets, answers, cap=cap).tolist()
         total += loss
         wrong += round(misses)
         tokens += len(index)

@@ -235,16 +235,17 @@ def layer_specs(
     return [tied(), *layers, tied(forward_fn=Head.forward)], bounds
 
 
-def loss_fn(outputs, labels, compiled: bool = False):
+def loss_fn(outputs, labels, compiled: bool = False, cap: float | None = None):
     """(hidden, weight), (index, targets, factor) -> the micro-batch's share of the step's loss."""
     (hidden, weight), (index, targets, factor) = outputs, labels
-    return cross_entropy_sum(hidden, weight, index, targets, compiled) * factor
+    loss = cross_entropy_sum(hidden, weight, index, targets, compiled=compiled, cap=cap)
+    return loss * factor
 
 
-def score_fn(outputs, labels, compiled: bool = False):
+def score_fn(outputs, labels, compiled: bool = False, cap: float | None = None):
     """(hidden, weight), (index, targets, answers) -> loss.score of the micro-batch, fp32 [2]."""
     (hidden, weight), (index, targets, answers) = outputs, labels
-    return score(hidden, weight, index, targets, answers, compiled)
+    return score(hidden, weight, index, targets, answers, compiled=compiled, cap=cap)
 
 
 def ask_fn(outputs, labels):

@@ -97,7 +97,9 @@ class Pipeline:
             for _ in counts
         ]
         module = layers_of(lm, args, compute, weights, counts, self.inputs)
-        self.score_fn = functools.partial(ds_engine.score_fn, compiled=compute.compile)
+        self.score_fn = functools.partial(
+            ds_engine.score_fn, compiled=compute.compile, cap=lm.lm_head.logits_soft_cap
+        )
 
         compiled = job.log.decided(compiles_adamw(compute.compile, n_params, world.size))
         optimizer = make_adamw(
@@ -207,7 +209,8 @@ def layers_of(
         checkpointing=args.use_activation_checkpointing,
         budget=args.activation_memory_budget if compute.compile else None,
     )
-    loss_fn = functools.partial(ds_engine.loss_fn, compiled=compute.compile)
+    cap = lm.lm_head.logits_soft_cap
+    loss_fn = functools.partial(ds_engine.loss_fn, compiled=compute.compile, cap=cap)
     kind = ds_engine.PipelineLayers
     if args.schedule == "dualpipev":
         kind = ds_engine.PipelineLayersV

@@ -72,12 +72,21 @@ def skeleton(config, attn_impl: str, weights=None, product: str = "looped") -> P
     model.config._experts_implementation = f"sorted_{product}"
     if model.lm_head.bias is not None:
         raise UserError("a head with a bias is not supported")
+    model.lm_head.logits_soft_cap = soft_cap(config)
     if config.tie_word_embeddings:  # meta parameters are created untied
         model.lm_head.weight = model.model.embed_tokens.weight
     if weights:
         wanted = {name: tuple(t.shape) for name, t in model.state_dict().items()}
         weights.check(wanted, {"lm_head.weight"} if config.tie_word_embeddings else set())
     return model.train()
+
+
+def soft_cap(config) -> float | None:
+    """The soft cap of a model's logits, if it has one. A model reads only keys that its class of
+    configuration has."""
+    if not hasattr(type(config), "final_logit_softcapping"):
+        return None
+    return config.final_logit_softcapping
 
 
 CHOICE = torch.ops.aten.topk.default  # of a token's experts
@@ -180,10 +189,20 @@ class Tail(nn.Module):
 
     def forward(self, hidden, index, targets=None, answers=None):
         hidden, weight = self.norm(hidden), self.lm_head.weight
+        cap = self.lm_head.logits_soft_cap
         if targets is None:
             return next_tokens(hidden, weight, index)
         if answers is not None:
-            return score(hidden, weight, index, targets, answers, self.compiled, self.group)
+            return score(
+                hidden,
+                weight,
+                index,
+                targets,
+                answers,
+                compiled=self.compiled,
+                group=self.group,
+                cap=cap,
+            )
         return cross_entropy_sum(
             hidden,
             weight,
@@ -192,6 +211,7 @@ class Tail(nn.Module):
             compiled=self.compiled,
             slim=self.slim,
             in_place=self.in_place,
+            cap=cap,
         )
 
 

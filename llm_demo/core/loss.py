@@ -26,6 +26,7 @@ def cross_entropy_sum(
     compiled: bool = False,
     slim: bool = False,
     in_place: bool = False,
+    cap: float | None = None,
 ) -> torch.Tensor:
     """Sum of -log p(target) over the labels, an fp32 scalar.
 
@@ -34,7 +35,8 @@ def cross_entropy_sum(
     and sums are in fp32. compiled: use one Triton kernel, or torch.compile where there is no
     Triton, instead of six passes over a chunk's logits. slim: smaller chunks if there are several,
     and always if the head is frozen. in_place: in several chunks, the head's gradient takes the
-    memory of its fp32 sum, twice its own: less at the loss, more until the gradient is freed."""
+    memory of its fp32 sum, twice its own: less at the loss, more until the gradient is freed. cap:
+    logits z are cap * tanh(z / cap), in fp32 ("Gemma 2", Gemma Team 2024)."""
     rows = hidden.flatten(0, 1).index_select(0, index)
     loss_of_logits, scaled = _loss_of_logits, _scaled
     if compiled:
@@ -46,6 +48,7 @@ def cross_entropy_sum(
     needs_grad = torch.is_grad_enabled()
     of_head = needs_grad and weight.requires_grad
     in_place = in_place and len(chunks) > 1
+    loss_of_logits = functools.partial(loss_of_logits, cap=cap)
     return _ChunkedCrossEntropy.apply(
         rows, weight, targets, chunks, in_place, needs_grad, of_head, loss_of_logits, scaled
     )
@@ -60,6 +63,7 @@ def score(
     answers: torch.Tensor,
     compiled: bool = False,
     group: ProcessGroup | None = None,
+    cap: float | None = None,
 ) -> torch.Tensor:
     """(the result of `cross_entropy_sum`, the number of wrong answers): fp32 [2].
 
@@ -76,7 +80,7 @@ def score(
     wrong = torch.zeros(n, device=rows.device)
     # not compiled, logits exist twice
     for chunk in _chunks(len(rows), CHUNK_ROWS if compiled else CHUNK_ROWS // 2):
-        loss_sum, misses = score_of_chunk(rows[chunk], weight, targets[chunk])
+        loss_sum, misses = score_of_chunk(rows[chunk], weight, targets[chunk], cap)
         loss += loss_sum
         wrong.index_add_(0, answers[chunk], misses)
     if group:
@@ -85,7 +89,8 @@ def score(
 
 
 def next_tokens(hidden: torch.Tensor, weight: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """The most likely next token at flat positions `index` [n] of hidden [B, S, d]: int64 [n]."""
+    """The most likely next token at flat positions `index` [n] of hidden [B, S, d]: int64 [n]. A cap
+    of logits does not change their order."""
     rows = hidden.flatten(0, 1).index_select(0, index)
     return (rows @ weight.T).argmax(-1)
 
@@ -103,11 +108,18 @@ def _scale(dtype: torch.dtype) -> float:
     return 1024.0 if dtype == torch.float16 else 1.0
 
 
-def _loss_of_logits(out, targets, scale=1.0):
-    """The loss sum of one chunk's logits, which become their own gradient, times `scale`.
+def _loss_of_logits(out, targets, scale=1.0, cap=None):
+    """The loss sum of one chunk's logits, which become their own gradient, times `scale`. cap: as of
+    cross_entropy_sum.
 
-    Works in place: logsumexp would allocate another fp32 tensor of the logits' size."""
+    Works in place: logsumexp would allocate another fp32 tensor of the logits' size, as a cap
+    does."""
     logits = out.float()
+    slope = None
+    if cap is not None:
+        logits.div_(cap).tanh_()
+        slope = 1 - logits * logits  # of the cap
+        logits *= cap
     logits -= logits.amax(-1, keepdim=True)
     hit = logits.gather(1, targets[:, None])
     p = logits.exp_()
@@ -115,16 +127,20 @@ def _loss_of_logits(out, targets, scale=1.0):
     loss = (total.log() - hit).sum()
     p /= total / scale  # d/dlogits = softmax - one-hot
     p.scatter_add_(1, targets[:, None], torch.full_like(targets[:, None], -scale, dtype=p.dtype))
+    if slope is not None:
+        p *= slope
     if p is not out:
         out.copy_(p)
     return loss
 
 
-def _score_of_chunk(h, weight, targets):
+def _score_of_chunk(h, weight, targets, cap=None):
     """(loss sum, 1.0 where the target is not the most likely token) of one chunk of rows."""
     logits = h @ weight.T
     misses = (logits.argmax(-1) != targets).float()
     logits = logits.float()
+    if cap is not None:
+        logits = (logits / cap).tanh() * cap
     loss = (logits.logsumexp(-1, keepdim=True) - logits.gather(1, targets[:, None])).sum()
     return loss, misses
 

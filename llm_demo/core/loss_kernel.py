@@ -13,12 +13,14 @@ LANES, EACH = 512, 8
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
-def loss_of_logits(logits: torch.Tensor, targets: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+def loss_of_logits(
+    logits: torch.Tensor, targets: torch.Tensor, scale: float = 1.0, cap: float | None = None
+) -> torch.Tensor:
     """The sum of -log p(target) over rows, an fp32 scalar; logits become its gradient, times
     `scale`.
 
     logits: [n, V] of any floating dtype, rows contiguous. targets: int64 [n], each in [0, V).
-    Softmax and sums are in fp32."""
+    Softmax and sums are in fp32. cap: as of loss.cross_entropy_sum."""
     n, columns = logits.shape
     losses = torch.empty(n, dtype=torch.float32, device=logits.device)
     if n:
@@ -30,6 +32,7 @@ def loss_of_logits(logits: torch.Tensor, targets: torch.Tensor, scale: float = 1
             logits.stride(0),
             columns,
             SCALE=scale,
+            CAP=cap,
             LANES=LANES,
             EACH=EACH,
             num_warps=warps,
@@ -38,14 +41,21 @@ def loss_of_logits(logits: torch.Tensor, targets: torch.Tensor, scale: float = 1
 
 
 @triton.jit
+def _tanh(x):
+    return 2 * tl.sigmoid(2 * x) - 1  # to 1e-7; Triton has no other on every GPU
+
+
+@triton.jit
 def _row(
     logits, targets, losses, stride, columns,
-    SCALE: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row)
     logits += row * stride
     hit = tl.load(logits + target).to(tl.float32)
+    if CAP is not None:
+        hit = CAP * _tanh(hit / CAP)
     block: tl.constexpr = LANES * EACH
     lanes = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
     # per lane: the largest logit so far, and the sum of exp(x - top); no thread waits for another
@@ -55,6 +65,8 @@ def _row(
         at = start + lanes
         mask = at < columns
         x = tl.load(logits + at, mask, -float("inf"), eviction_policy="evict_last").to(tl.float32)
+        if CAP is not None:  # of what is no column it would be finite
+            x = tl.where(mask, CAP * _tanh(x / CAP), -float("inf"))
         larger = tl.maximum(top, tl.max(x, 1))
         total = total * tl.exp(top - larger) + tl.sum(tl.exp(x - larger[:, None]), 1)
         top = larger
@@ -67,6 +79,11 @@ def _row(
         at = last - start + lanes
         mask = at < columns
         x = tl.load(logits + at, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
+        tangent = 0.0
+        if CAP is not None:
+            tangent = _tanh(x / CAP)
+            x = CAP * tangent
         p = tl.exp(x - most) * share
-        p = tl.where(at == target, p - SCALE, p).to(logits.dtype.element_ty)
+        p = tl.where(at == target, p - SCALE, p) * (1 - tangent * tangent)
+        p = p.to(logits.dtype.element_ty)
         tl.store(logits + at, p, mask, eviction_policy="evict_first")

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from llm_demo.core.attention import LongRope, rope_of, rope_type
+from llm_demo.core.decoder import soft_cap
 from llm_demo.core.errors import UserError
 from llm_demo.model.costs import block_costs, heads_of, latent, windows_of
 from llm_demo.model.families import Family, experts_of, family_name, family_of, is_mixture
@@ -17,9 +18,13 @@ def problems_of(config) -> Iterator[str]:
     """Why a configuration can't be trained exactly, if so. Only the first is sure: it may be the
     cause of the next. Of a family without a test of its own the proof finds more."""
     family = family_of(config)
-    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if getattr(config, name, None) is not None:
-            yield f"{name} is not supported"
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        yield "attn_logit_softcapping is not supported"
+    cap = getattr(config, "final_logit_softcapping", None)
+    if cap is not None and soft_cap(config) is None:
+        yield f"final_logit_softcapping: {family_name(config)} computes its loss without a cap"
+    if cap is not None and not cap > 0:
+        yield f"final_logit_softcapping {cap} is not a positive number"
     if config.num_attention_heads % heads_of(config).keys:
         yield "num_attention_heads must be a multiple of num_key_value_heads"
     for name in family.multipliers:
