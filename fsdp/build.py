@@ -16,6 +16,7 @@ from llm_demo.core.decoder import (
     DecoderLoss,
     allocate,
     blocks_with_experts,
+    experts_in,
     fill,
     kept_in_fp32,
     make_units,
@@ -116,7 +117,8 @@ def spread_blocks(lm: PreTrainedModel, world: World, layout: Layout) -> ProcessG
     if layout.expert_parallel > 1:
         from llm_demo.core.experts import keep_part
 
-        keep_part(lm, blocks_with_experts(lm), make_part_mesh(world, layout.expert_parallel))
+        experts = [experts_in(block) for block in blocks_with_experts(lm)]
+        keep_part(lm, experts, make_part_mesh(world, layout.expert_parallel))
     if layout.part.count == 1:
         return None
     parts = make_part_mesh(world, layout.part.count)

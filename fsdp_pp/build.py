@@ -16,9 +16,11 @@ from llm_demo.core.decoder import (
     DecoderLoss,
     allocate,
     blocks_with_experts,
+    experts_in,
     fill,
     kept_in_fp32,
     make_units,
+    router_in,
 )
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import keep_part
@@ -116,7 +118,8 @@ def build_pieces(
     has_masters = in_16_bits and not sharded
     lm, n_params, n_trained = adapted(args, plan.source, compute, world, saver, log)
     if layout.experts:
-        keep_part(lm, blocks_with_experts(lm), layout.experts)
+        experts = [experts_in(block) for block in blocks_with_experts(lm)]
+        keep_part(lm, experts, layout.experts)
     if layout.shares:
         from llm_demo.options.tensor import keep_share
 
@@ -202,7 +205,7 @@ class Pieces(nn.ModuleDict):
             first_block += count
         # of this stage, and of the whole model
         self.routers = [piece.routers for piece in self.values() if piece.routers]
-        self.gates = [block.mlp.gate for block in blocks_with_experts(lm)]
+        self.gates = [router_in(block) for block in blocks_with_experts(lm)]
         if args.freeze_router:
             for routers in self.routers:
                 routers.requires_grad_(False)

@@ -133,7 +133,7 @@ from llm_demo.memory import (
     peaks,
 )
 from llm_demo.model.adapters import ALL, choose_lora
-from llm_demo.model.costs import Sizes, heads_of, refuse_shares, share_of_heads, sizes_of
+from llm_demo.model.costs import Sizes, refuse_shares, shares_of_heads, sizes_of
 from llm_demo.model.families import experts_of, family_of, is_hybrid, is_mixture
 from llm_demo.model.model_folder import open_model
 from llm_demo.model.source import find_model
@@ -246,7 +246,7 @@ def savings(config, ask) -> list[Settings]:
         optim_state=ask.optim_state,
         dtype=dtype_name(ask.compute.dtype),
         compile=ask.compute.compile,
-        keys=0 if ask.compute.attn_impl == "varlen" else ask.seq_len,
+        keys=0 if "varlen" in ask.compute.attn_impl.split("+") else ask.seq_len,
         lora=lora,
     )
     checkpointing = replace(plain, use_activation_checkpointing=True)
@@ -267,7 +267,7 @@ def fsdp_settings(config, ask) -> Iterator[Settings]:
         experts = [1]
     if tested and not is_hybrid(config):  # which takes whole rows and matrices
         if ask.seq_len >= LONG_DOCUMENT:
-            rows = spreads(ask, share_of_heads, heads_of(config))
+            rows = spreads(ask, shares_of_heads, config)
         if ask.tokens_a_step <= FEW * ask.cards and ask.base_bits == 16:
             shares = spreads(ask, refuse_shares, config)
     of_ranks = [(n, 1) for n in rows] + [(1, n) for n in shares if n > 1]

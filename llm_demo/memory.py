@@ -142,13 +142,14 @@ def estimated_peaks(job, engine: str, ranks: int, **layout) -> list["Peak"]:
 
 def keys_kept(compute, train) -> float:
     """Mean number of keys per token whose probabilities are kept: 0 by a fused kernel."""
-    if compute.attn_impl == "math":
+    impls = compute.attn_impl.split("+")
+    if "math" in impls:
         return train.seq_len
-    if compute.attn_impl == "bucketed":
+    if "bucketed" in impls:
         device = this_device()
         fused = device.vendor != "amd" or has_fused_kernels(device)
     else:
-        fused = compute.attn_impl != "bucketed_math"
+        fused = "bucketed_math" not in impls
     if fused:
         return 0
     lengths = train.documents.lengths
@@ -268,10 +269,10 @@ def saved_bytes(block: Cost, sizes: Sizes, s: Settings) -> float:
         numbers *= 2.4 if block.rule else 1.6
     numbers += 2 * (s.tensor_parallel - 1) * sizes.hidden  # whole rows before attention and MLP
     if s.sequence_parallel > 1:  # the output of attention, for whole rows
-        numbers += sizes.heads.queries * sizes.heads.width
+        numbers += block.heads.queries * block.heads.width
     total = numbers * s.size
     if s.keys and not block.rule:  # no fused kernel: in fp32, with probabilities
-        total += 4 * sizes.heads.queries * (3 * sizes.heads.width + s.keys)
+        total += 4 * block.heads.queries * (3 * block.heads.width + s.keys)
     if block.rule and s.rule == "chunked":  # in fp32, with the states between chunks
         total += 90 * block.rule
     return total
@@ -287,7 +288,7 @@ def width_of(block: Cost, s: Settings) -> float:
 def passing_bytes(block: Cost, sizes: Sizes, s: Settings) -> float:
     """Bytes per token that exist only while a block's backward runs: what is computed again, and
     gradients beside it."""
-    heads = sizes.heads
+    heads = block.heads
     total = 8 * heads.queries * s.keys  # gradients of probabilities
     if s.sequence_parallel > 1:  # slices for heads, sent and received
         total += 4 * heads.queries * heads.width * s.size
@@ -327,9 +328,9 @@ def loss_bytes(sizes: Sizes, s: Settings) -> float:
     return sums + max(logits + copy, head)
 
 
-def attention_bytes(sizes: Sizes, s: Settings) -> int:
+def attention_bytes(block: Cost, s: Settings) -> int:
     """Bytes per token of what a block's attention returned, with the logarithms of the sums."""
-    return sizes.heads.queries * (sizes.heads.values * s.size + 4)
+    return block.heads.queries * (block.heads.values * s.size + 4)
 
 
 def at_the_loss(sizes: Sizes, s: Settings, flight: dict[int, int]) -> tuple[float, float]:
@@ -348,7 +349,7 @@ def at_the_loss(sizes: Sizes, s: Settings, flight: dict[int, int]) -> tuple[floa
         tokens += 4 * s.expert_parallel * block_input
     if s.engine == "fsdp_pp":  # outputs until their backward, and four slots for each neighbour
         tokens += (sum(flight.values()) + 8 * len(flight)) * block_input
-    tokens += s.attention_kept * attention_bytes(sizes, s)
+    tokens += sum(attention_bytes(b, s) for b in sizes.blocks[n - s.attention_kept :])
     activations = s.tokens * tokens
     backward = s.tokens * max(passing_bytes(block, sizes, s) for block in {*sizes.blocks})
     loss = 0

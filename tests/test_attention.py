@@ -26,7 +26,7 @@ from llm_demo.core.rows import position_ids
 from llm_demo.machine import probes
 from llm_demo.machine.cards import CARDS
 from llm_demo.machine.device import Device, dtype_name, peak_tflops, pick_dtype, this_device
-from llm_demo.model.costs import heads_of
+from llm_demo.model.costs import heads_of, windows_of
 from llm_demo.options import long_documents  # noqa: F401  registers the operator of varlen_cudnn
 from llm_demo.run import choices
 from llm_demo.run.choices import choose_attention
@@ -399,8 +399,8 @@ def test_varlen_of_old_versions_has_no_windows():
 def test_windows_that_rows_are_longer_than_are_tried():
     qwen = {"sliding_window": 16, "max_window_layers": 2, "num_hidden_layers": 4}
     config = Qwen3Config(use_sliding_window=True, **qwen)
-    assert [choices.short_window(config, seq_len) for seq_len in (16, 17)] == [None, 16]
-    assert choices.short_window(Qwen3Config(**qwen), 17) is None
+    assert [choices.short_window(windows_of(config), seq_len) for seq_len in (16, 17)] == [None, 16]
+    assert choices.short_window(windows_of(Qwen3Config(**qwen)), 17) is None
 
 
 def test_an_mi100_is_not_taken_for_a_hopper(monkeypatch):

@@ -7,10 +7,13 @@ layout; Hugging Face models pass it to `attend` as a keyword argument, so no mod
     varlen_cudnn   documents of 4,096 tokens or more one by one by cuDNN's kernel, others as varlen
     varlen         torch's varlen_attn: one fused kernel over all documents
     flash_attn     as varlen, from the flash-attn package
+    efficient      torch's memory-efficient kernel over all documents, for heads of any width
     bucketed       gather documents of similar length into padded buckets, plain causal SDPA,
                    scatter back: any SDPA backend, fused if there is a kernel
     bucketed_math  the same without fused kernels, for GPUs that have none
     math           SDPA with a block-diagonal mask: slow and simple, the others' reference
+
+Of a model with heads of two widths, "a+b" is a for those up to WIDEST and b for wider ones.
 
 With a sliding window of n tokens, a token attends to the last n, itself included. Kernels that know
 no windows compute longer documents in blocks, each of which sees itself and the one before it.
@@ -29,6 +32,7 @@ from llm_demo.core.errors import UserError
 from llm_demo.core.rows import WHOLE_ROWS, document_of, to_device
 
 LONG = 4096  # tokens; with shorter documents, padding and more calls cost more than cuDNN saves
+WIDEST = 256  # numbers of a head that flash kernels take
 PADDED_TO = 64  # documents are padded to a multiple of this; 128 was slower on an H200
 
 
@@ -85,15 +89,16 @@ def make_documents(
     synchronisation; pass the CPU's copy if there is one. long: as in attend_documents, or LONG
     by default."""
     B, S = shape
-    buckets, mask, cudnn, on_host = None, None, impl == "varlen_cudnn", not cu_seqlens.is_cuda
+    impls = impl.split("+")
+    buckets, mask, cudnn, on_host = None, None, "varlen_cudnn" in impls, not cu_seqlens.is_cuda
     boundaries = OnHost(cu_seqlens.cpu()) if cudnn or on_host else None
     max_len = _bound(int(cu_seqlens.diff().max()), S) if on_host and not cudnn else S
-    if impl.startswith("bucketed"):
+    if {"bucketed", "bucketed_math"} & {*impls}:
         lengths = [n for n in cu_seqlens.diff().tolist() if n]
         if any(n != S for n in lengths):
             buckets = _make_buckets(lengths, S, device)
     (cu_seqlens,) = to_device(device, cu_seqlens)
-    if impl == "math":
+    if "math" in impls:
         doc = document_of(torch.arange(B * S, device=device), cu_seqlens).view(B, 1, S)
         causal = torch.ones(S, S, dtype=torch.bool, device=device).tril()
         mask = (doc[..., :, None] == doc[..., None, :]) & causal
@@ -169,9 +174,10 @@ def _causal(q, k, v, scaling: float, window: int | None = None):
     groups, mask = q.shape[1] // k.shape[1], None
     if window is not None and window < k.shape[2]:
         mask = _band(queries=q.shape[2], keys=k.shape[2], window=window, device=q.device)
-    if groups > 1 and q.is_cuda and (q.dtype == torch.float32 or mask is not None):
-        # the only fused kernel for fp32 or a mask has no GQA: without this, math would store all
-        # scores
+    plain = q.dtype != torch.float32 and mask is None and q.shape[-1] <= WIDEST
+    if groups > 1 and q.is_cuda and not plain:
+        # the only fused kernel for fp32, a mask or wide heads has no GQA: without this, math would
+        # store all scores
         k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=groups > 1
@@ -313,11 +319,24 @@ def _flash_attn(q, k, v, documents, scaling, window):
     )
 
 
+@of_stream
+def _efficient(q, k, v, documents, scaling, window):
+    groups = q.shape[1] // k.shape[1]  # of which this kernel knows nothing
+    q, k, v = q[None], *(x.repeat_interleave(groups, 1)[None] for x in (k, v))
+    cu, n = documents.cu_seqlens, documents.max_len
+    causal = 1  # from the top left: queries and keys are as many
+    out, *_ = torch.ops.aten._efficient_attention_forward(
+        q, k, v, None, cu, cu, n, n, 0.0, causal, True, scale=scaling, window_size=window
+    )
+    return out[0]
+
+
 BACKENDS = {
     "sdpa": _sdpa,
     "varlen_cudnn": _varlen_cudnn,
     "varlen": _varlen,
     "flash_attn": _flash_attn,
+    "efficient": _efficient,
     "bucketed": _bucketed,
     "bucketed_math": _bucketed_math,
     "math": _math,
@@ -341,7 +360,9 @@ def attend(impl: str, module, q, k, v, attention_mask, *, scaling, documents=Non
     window = kwargs.get("sliding_window", getattr(module, "sliding_window", None))
     if window is not None and documents.max_len <= window:
         window = None
-    return BACKENDS[impl](q, k, v, documents, scaling=scaling, window=window), None
+    narrow, _, wide = impl.partition("+")
+    backend = BACKENDS[wide if wide and q.shape[-1] > WIDEST else narrow]
+    return backend(q, k, v, documents, scaling=scaling, window=window), None
 
 
 # ---------------------------------------------------------------- rotary embeddings

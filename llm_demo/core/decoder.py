@@ -3,6 +3,7 @@ more than it keeps."""
 
 import contextlib
 import copy
+import itertools
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -68,6 +69,10 @@ def skeleton(config, attn_impl: str, weights=None, product: str = "looped") -> P
     if hasattr(model.model.rotary_emb, "layer_types"):
         for i, block in enumerate(model.model.layers):
             block.kind = config.layer_types[i]
+    for block in blocks_with_experts(model):
+        if hasattr(block, "router"):  # which has these in its configuration alone
+            router, own = block.router, block.router.config
+            router.num_experts, router.top_k = own.num_experts, own.top_k_experts
     model.float()
     model.config._experts_implementation = f"sorted_{product}"
     if model.lm_head.bias is not None:
@@ -129,7 +134,7 @@ class Blocks(nn.Module):
             if self.checkpointing and torch.is_grad_enabled():
                 # the same experts again, even if two are equal
                 kept = list(self.kept)
-                if hasattr(getattr(block, "mlp", None), "experts"):
+                if experts_in(block) is not None:
                     kept.append(CHOICE)
                 hidden = recomputed(
                     block, hidden, self.list_results_to_keep, self.dropout, kept, **inputs
@@ -243,7 +248,7 @@ class DecoderLoss(nn.Module):
         if with_experts:
             from llm_demo.core.experts import Routers
 
-            self.routers = Routers(with_experts)
+            self.routers = Routers(with_experts, [router_in(block) for block in with_experts])
         self.decays = Decays(with_rule) if with_rule else None
 
     def forward(self, inputs, position_ids, documents, index, targets=None, answers=None):
@@ -318,7 +323,7 @@ def attend_spread(impl: str, module, q, k, v, attention_mask, *, documents=None,
     return out.permute(1, 2, 0, 3, 4).flatten(2, 3), None
 
 
-for _impl in attention.IMPLS:
+for _impl in (*attention.IMPLS, *map("+".join, itertools.permutations(attention.IMPLS, 2))):
     AttentionInterface.register(f"packed_{_impl}", partial(attention.attend, _impl))
     AttentionInterface.register(f"spread_{_impl}", partial(attend_spread, _impl))
 
@@ -446,16 +451,35 @@ def _random_weights(
 
 def blocks_with_experts(model: nn.Module) -> list[nn.Module]:
     """The decoder blocks with experts among a model's modules, in their order."""
-    return [m for m in model.modules() if hasattr(getattr(m, "mlp", None), "experts")]
+    return [m for m in model.modules() if experts_in(m) is not None]
+
+
+def experts_in(block: nn.Module) -> nn.Module | None:
+    """The experts of a decoder block, if it has any: within its network, or, with a router, beside
+    it."""
+    if hasattr(block, "router"):
+        return getattr(block, "experts", None)
+    return getattr(getattr(block, "mlp", None), "experts", None)
+
+
+def router_in(block: nn.Module) -> nn.Module:
+    """The router of a decoder block with experts."""
+    return block.router if hasattr(block, "router") else block.mlp.gate
+
+
+def of_router(name: str) -> bool:
+    """Whether a parameter is of a router with layers of its own, which are no layers to adapt or
+    to store in fewer bits."""
+    return ".router." in name
 
 
 def kept_in_fp32(model: nn.Module) -> set[nn.Parameter]:
     """The parameters of routers and decays, which stay in fp32 in every compute dtype."""
     kept = {p for n, p in model.named_parameters() if n.endswith(DECAYS)}
-    return kept.union(*(block.mlp.gate.parameters() for block in blocks_with_experts(model)))
+    return kept.union(*(router_in(block).parameters() for block in blocks_with_experts(model)))
 
 
 def fused(name: str) -> bool:
     """Whether a parameter in memory holds a matrix of all experts of a block."""
     experts, _, kind = name.rpartition(".")
-    return kind in FUSED and experts.endswith(".mlp.experts")
+    return kind in FUSED and experts.endswith(".experts")

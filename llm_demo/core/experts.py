@@ -29,21 +29,22 @@ class Routers(nn.Module):
     fp32 in every compute dtype. Its forward comes before the first block's, and does nothing but
     let FSDP2 gather them.
 
-    blocks: with experts. In their forwards they count how often each expert is chosen, unless
+    blocks: with experts; routers: of each of them. In their forwards they count how often each expert is chosen, unless
     gradients are off. A block recomputed without the compiler counts twice, equally for all
     experts."""
 
-    def __init__(self, blocks: list[nn.Module]):
+    def __init__(self, blocks: list[nn.Module], routers: list[nn.Module]):
         super().__init__()
-        self.routers = nn.ModuleList(block.mlp.gate for block in blocks)
+        self.routers = nn.ModuleList(routers)
         self.load = 0  # choices, summed over ranks and not taken yet
         for block, router in zip(blocks, self.routers, strict=True):
             count = torch.zeros(router.num_experts, dtype=torch.int64)
             router.register_buffer("chosen", count, persistent=False)
             router.real = router.push = router.mass = None
             if not any(hasattr(m, "e_score_correction_bias") for m in (router, block.mlp)):
+                choose = _choose_scaled if hasattr(router, "per_expert_scale") else _choose
                 # a method: the compiler would see a new function in each block otherwise
-                router.forward = types.MethodType(_choose, router)
+                router.forward = types.MethodType(choose, router)
             router.register_forward_pre_hook(_in_fp32)
             router.register_forward_hook(_count_choices)
 
@@ -130,6 +131,16 @@ def _choose(router, hidden):
     if getattr(router, "norm_topk_prob", True):
         weights = weights / weights.sum(-1, keepdim=True)
     return logits, weights, index
+
+
+def _choose_scaled(router, hidden):
+    """Gemma 4's router, likewise."""
+    normed = router.norm(hidden) * router.scale * router.scalar_root_size
+    probabilities = router.proj(normed).softmax(-1)
+    index = probabilities.topk(router.top_k)[1]
+    weights = probabilities.gather(1, index)
+    weights = weights / weights.sum(-1, keepdim=True) * router.per_expert_scale[index]
+    return probabilities, weights, index
 
 
 def _in_fp32(router, args):
@@ -245,13 +256,13 @@ def looped_product(x, weight, ends):
 # ---------------------------------------------------------------- experts spread over ranks
 
 
-def keep_part(model: PreTrainedModel, blocks: list[nn.Module], grid: DeviceMesh) -> None:
-    """Leave this rank's part of each block's experts to a model on the meta device. blocks: those
-    with experts. grid: parts of the experts x shards of such a part, over all ranks."""
+def keep_part(model: PreTrainedModel, of_blocks: list[nn.Module], grid: DeviceMesh) -> None:
+    """Leave this rank's part of each block's experts to a model on the meta device. of_blocks: these
+    experts. grid: parts of the experts x shards of such a part, over all ranks."""
     group = grid.get_group(0)
     config = model.config
     config._experts_implementation = config._experts_implementation.replace("sorted", "spread")
-    for experts in (block.mlp.experts for block in blocks):
+    for experts in of_blocks:
         experts.first = group.rank() * (experts.num_experts // group.size())
         experts.spread_over = known(group), group.size()
         keep_parts(experts, grid, {name: 0 for name, _ in experts.named_parameters(recurse=False)})

@@ -54,7 +54,15 @@ class ModelArgs:
         path=True,
     )
     attn_impl: Literal[
-        "auto", "sdpa", "varlen_cudnn", "varlen", "flash_attn", "bucketed", "bucketed_math", "math"
+        "auto",
+        "sdpa",
+        "varlen_cudnn",
+        "varlen",
+        "flash_attn",
+        "efficient",
+        "bucketed",
+        "bucketed_math",
+        "math",
     ] = flag("auto", "Attention backend. auto: the fastest that runs here; the log says why.")
     use_activation_checkpointing: bool = flag(
         False,

@@ -15,7 +15,7 @@ from llm_demo.machine.dist import from_rank0, same_on_all_nodes
 from llm_demo.machine.text import short
 from llm_demo.model.adapter_folder import Adapter, open_adapter
 from llm_demo.model.costs import parameters_of
-from llm_demo.model.families import experts_of
+from llm_demo.model.families import chosen_of, experts_of
 from llm_demo.model.weights_files import Weights, base_digest, identity_of, text_name
 from llm_demo.options.four_bits import BLOCK, row_bytes
 from llm_demo.options.lora import (
@@ -177,7 +177,7 @@ def choose_lora(args, config, base: dict, packed: Container[str] | None = None) 
     routed = sum(n for name, n in sizes.items() if "_lora_" in name)
     active = total
     if routed:
-        active -= routed - routed // experts_of(config) * config.num_experts_per_tok
+        active -= routed - routed // experts_of(config) * chosen_of(config)
     stored = None
     if args.base_bits == 4:
         stored = in_4_bits(quantisable(skeleton(config, "sdpa")), packed)

@@ -7,11 +7,18 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from llm_demo.core.attention import LongRope, rope_of, rope_type
 from llm_demo.core.decoder import soft_cap
 from llm_demo.core.errors import UserError
-from llm_demo.model.costs import block_costs, heads_of, latent, windows_of
-from llm_demo.model.families import Family, experts_of, family_name, family_of, is_mixture
+from llm_demo.model.costs import block_costs, kinds_of_heads, latent, windows_of
+from llm_demo.model.families import (
+    Family,
+    chosen_of,
+    experts_of,
+    family_name,
+    family_of,
+    is_mixture,
+)
 
 # rotary types that do not depend on max_position_embeddings: with random weights rows may be longer
-ANY_LENGTH = ("default", "linear", "llama3")
+ANY_LENGTH = ("default", "linear", "llama3", "proportional")
 
 
 def problems_of(config) -> Iterator[str]:
@@ -25,14 +32,21 @@ def problems_of(config) -> Iterator[str]:
         yield f"final_logit_softcapping: {family_name(config)} computes its loss without a cap"
     if cap is not None and not cap > 0:
         yield f"final_logit_softcapping {cap} is not a positive number"
-    if config.num_attention_heads % heads_of(config).keys:
+    if any(heads.queries % heads.keys for heads in kinds_of_heads(config)):
         yield "num_attention_heads must be a multiple of num_key_value_heads"
     for name in family.multipliers:
         value = getattr(config, name)
         if value <= 0:
             yield f"{name} {value} is not a positive number"
+    for name in ("num_kv_shared_layers", "hidden_size_per_layer_input"):
+        if getattr(config, name, None):
+            yield (
+                f"{name} {getattr(config, name)} is not supported: of Gemma 4, E2B and E4B have it, "
+                "12B, 26B-A4B and 31B do not"
+            )
     for name, value in (("use_bidirectional_attention", False), ("is_causal", True)):
-        if bool(getattr(config, name, value)) != value:
+        found = getattr(config, name, value)
+        if bool(found) != value and found != "vision":  # of images' tokens alone
             yield f"{name} {getattr(config, name)} is not supported: attention is causal"
     if any(w is not None and w < 1 for w in windows_of(config)):
         yield f"sliding_window {config.sliding_window} is not a positive number of tokens"
@@ -81,7 +95,7 @@ def problems_of_layers(config, family: Family) -> Iterator[str]:
 
 
 def problems_of_experts(config, family: Family) -> Iterator[str]:
-    n, chosen = experts_of(config), getattr(config, "num_experts_per_tok", None)
+    n, chosen = experts_of(config), chosen_of(config)
     if n < 1 or chosen is None or not 1 <= chosen <= n:
         yield f"num_experts_per_tok {chosen} does not choose from {n} experts"
     for name, value in family.experts.unread.items():
@@ -109,7 +123,7 @@ def problems_of_rope(config, family: Family) -> Iterator[str]:
     rope = config.rope_parameters
     known = ("default", *ROPE_INIT_FUNCTIONS)
     if "full_attention" in rope:  # and other parameters in layers with sliding windows
-        known = (*ANY_LENGTH, "yarn")
+        known = {*ANY_LENGTH, "yarn"} - ({"proportional"} if not family.wide_rope else set())
         local = rope.get("sliding_attention", {}).get("rope_type")
         if local != "default":
             yield f"the rotary type {local} of sliding_attention is not supported, only default"

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from llm_demo.core.decoder import blocks_with_experts, delta_layers, fused
+from llm_demo.core.decoder import delta_layers, experts_in, fused, of_router
 from llm_demo.core.errors import UserError
-from llm_demo.model.families import family_name, family_of, is_hybrid
+from llm_demo.model.families import chosen_of, family_name, family_of, is_hybrid
 
 MOST_NUMBERS = 1 << 40  # of a weight
 MIXERS = ("self_attn", "linear_attn")  # of tokens, in a block
@@ -37,6 +37,7 @@ class Cost(NamedTuple):
     mixer: int  # numbers per token that attention or a delta rule reads in a forward
     rule: int  # width of all values of a delta rule; 0: attention
     hybrid: bool  # whether some of the model's blocks have a delta rule
+    heads: "Heads"
 
     def flops(self, attended: float) -> float:
         """Training FLOPs per token, forward and backward, that attends to so many tokens, or to the
@@ -62,7 +63,7 @@ class Sizes(NamedTuple):
     hidden: int
     vocabulary: int
     tied: bool  # whether embedding and head are one matrix
-    heads: Heads
+    heads: Heads  # of the first block
     blocks: list[Cost]
 
     @property
@@ -118,13 +119,13 @@ def on_meta(config):
 
 def block_costs(config) -> list[Cost]:
     """The cost of each decoder block, counted in transformers' own modules."""
-    costs = [_cost(config, block) for block in on_meta(config).model.layers]
+    layers = on_meta(config).model.layers
+    costs = [_cost(config, block, heads_of(config, i)) for i, block in enumerate(layers)]
     windows = windows_of(config)
     return [cost._replace(window=w) for cost, w in zip(costs, windows, strict=True)]
 
 
-def _cost(config, block: nn.Module) -> Cost:
-    heads = heads_of(config)
+def _cost(config, block: nn.Module, heads: Heads) -> Cost:
     parameters = routed = cut = width = chosen = rule = 0
     rule_flops = 0.0
     mixing = 6 * heads.queries * (heads.width + heads.values)
@@ -138,19 +139,19 @@ def _cost(config, block: nn.Module) -> Cost:
         # a head's state is a matrix: a key reads and changes it, a query reads it
         rule, rule_flops = n * wide, 18 * n * narrow * wide
         mixing, mixer = 0, 4 * keys * narrow + 5 * rule
-    with_experts = bool(blocks_with_experts(block))
+    experts = experts_in(block)
+    within = experts is not None and not hasattr(block, "router")  # experts are the network
     for name, p in block.named_parameters(prefix="block"):
         if p.ndim < 2:
             continue
         parameters += p.numel()
         if fused(name):
             routed += p.numel()
-        elif not name.endswith(OF_ALL_HEADS) and not (with_experts and ".mlp." in name):
+        elif not (name.endswith(OF_ALL_HEADS) or of_router(name) or within and ".mlp." in name):
             cut += p.numel()
     active = parameters - routed
-    if with_experts:
-        experts = block.mlp.experts
-        chosen = config.num_experts_per_tok
+    if experts is not None:
+        chosen = chosen_of(config)
         width = chosen * experts.down_proj.shape[-1]
         active += routed // experts.num_experts * chosen
     return Cost(
@@ -166,6 +167,7 @@ def _cost(config, block: nn.Module) -> Cost:
         mixer=mixer,
         rule=rule,
         hybrid=is_hybrid(config),
+        heads=heads,
     )
 
 
@@ -188,6 +190,14 @@ def windows_of(config) -> list[int | None]:
         window = config.sliding_window
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * blocks
     return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def windows_by_heads(config) -> dict[int, list[int | None]]:
+    """{width of a block's heads: the windows of such blocks}, as of windows_of."""
+    found = {}
+    for i, window in enumerate(windows_of(config)):
+        found.setdefault(heads_of(config, i).width, []).append(window)
+    return found
 
 
 def heads_of_rule(config) -> tuple[int, int, int, int]:
@@ -222,14 +232,14 @@ def head_size(config) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def rotary_width(config) -> int:
-    """The part of a head's width that is rotated."""
+def rotary_widths(config) -> set[int]:
+    """The parts of the widths of a model's heads that are rotated."""
     if latent(config):
-        return config.qk_rope_head_dim
+        return {config.qk_rope_head_dim}
     partial = 1.0
     if family_of(config).partly_rotated:
         partial = config.rope_parameters.get("partial_rotary_factor", 1.0)
-    return int(head_size(config) * partial)
+    return {int(heads.width * partial) for heads in kinds_of_heads(config)}
 
 
 def latent(config) -> bool:
@@ -241,7 +251,10 @@ def param_count(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def heads_of(config) -> Heads:
+def heads_of(config, block: int = 0) -> Heads:
+    """The shape of attention in a block."""
+    if getattr(config, "is_heterogeneous", False):
+        config = config.per_layer_config[block]
     if latent(config):
         width, values = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     else:
@@ -249,6 +262,12 @@ def heads_of(config) -> Heads:
     queries = config.num_attention_heads
     keys = getattr(config, "num_key_value_heads", None) or queries
     return Heads(queries, keys, width, values)
+
+
+def kinds_of_heads(config) -> list[Heads]:
+    """The different shapes of attention of a model's blocks."""
+    blocks = config.num_hidden_layers if getattr(config, "is_heterogeneous", False) else 1
+    return list(dict.fromkeys(heads_of(config, block) for block in range(blocks)))
 
 
 def unit_of(block: Cost) -> int:
@@ -284,6 +303,12 @@ def share_of_heads(heads: Heads, n: int) -> Heads:
     return heads._replace(queries=queries // n, keys=max(1, keys // n))
 
 
+def shares_of_heads(config, n: int) -> list[Heads]:
+    """As share_of_heads, of each of a model's kinds, narrow heads first."""
+    shares = [share_of_heads(heads, n) for heads in kinds_of_heads(config)]
+    return sorted(shares, key=lambda heads: heads.width)
+
+
 def refuse_shares(config, n: int) -> None:
     """Raise UserError if a model can't be cut into n shares."""
     if n > 1 and not family_of(config).tested:
@@ -291,10 +316,12 @@ def refuse_shares(config, n: int) -> None:
         raise UserError(f"--tensor_parallel: no test shows that it is right for {name}: drop it")
     if n > 1 and family_of(config).norms_over_heads:
         raise UserError(f"--tensor_parallel: {family_name(config)} has norms over all heads")
-    names = ["num_key_value_heads", "num_attention_heads"]
+    counts = []
+    for heads in kinds_of_heads(config):
+        counts.append(("num_key_value_heads", heads.keys))
+        counts.append(("num_attention_heads", heads.queries))
     if not hasattr(config, "moe_intermediate_size"):  # else see options/tensor.py
-        names.append("intermediate_size")
-    for name in names:
-        count = getattr(config, name)
+        counts.append(("intermediate_size", config.intermediate_size))
+    for name, count in counts:
         if count % n:
             raise UserError(f"--tensor_parallel {n} does not divide {count}, the model's {name}")

@@ -22,6 +22,7 @@ class Family(NamedTuple):
     multipliers: tuple[str, ...] = ()  # keys of its configuration
     norms_over_heads: bool = False
     own_longrope: bool = False  # transformers 4 reads only some keys of it
+    wide_rope: bool = False  # proportional: only some of a head's frequencies are not zero
     tested: bool = True  # by a test of its own; else by the proof of proof.py at each start
 
 
@@ -50,6 +51,8 @@ FAMILIES = {
     "glm4": Family(partly_rotated=True),
     "phi3": Family(partly_rotated=True, own_longrope=True),
     "gemma3_text": Family(),
+    "gemma4_unified_text": Family(wide_rope=True),
+    "gemma4_text": Family(experts=Experts(softmax=False), wide_rope=True),
     "qwen3_5_text": Family(delta_rule=True, partly_rotated=True),
     "qwen2_moe": Family(experts=Experts()),
     "qwen3_moe": Family(experts=Experts()),
@@ -66,6 +69,7 @@ WITH_IMAGES = {
     "qwen3_5_moe": ("qwen3_5_moe_text",),
     "gemma3": ("gemma3_text",),
     "mistral3": ("mistral", "ministral3"),
+    "gemma4": ("gemma4_text",),
     "gemma4_unified": ("gemma4_unified_text",),
 }
 # How names of their text begin in files, and in a model of the text alone. transformers has put
@@ -85,6 +89,7 @@ OTHER_PARTS = (
     "multi_modal_projector.",
     "model.embed_vision.",
     "model.vision_embedder.",
+    "model.audio_tower.",
     "model.embed_audio.",
 )
 
@@ -131,13 +136,21 @@ def family_of(config) -> Family:
 
 def experts_of(config) -> int:
     """Routed experts of each block that has any; 0 without."""
+    if not getattr(config, "enable_moe_block", True):  # Gemma 4 has both kinds
+        return 0
     counts = (getattr(config, name, None) for name in EXPERTS)
     return next(filter(None, counts), 0)
 
 
+def chosen_of(config) -> int | None:
+    """Experts of each token; None if the configuration does not say."""
+    names = ("num_experts_per_tok", "top_k_experts")
+    return next(filter(None, (getattr(config, name, None) for name in names)), None)
+
+
 def is_mixture(config) -> bool:
     """Whether the model is a mixture of experts."""
-    return family_of(config).experts is not None
+    return family_of(config).experts is not None and getattr(config, "enable_moe_block", True)
 
 
 def is_hybrid(config) -> bool:

@@ -27,7 +27,7 @@ from llm_demo.machine.dist import from_rank0, once_per_node
 from llm_demo.machine.files import write_json
 from llm_demo.machine.process import read_text
 from llm_demo.machine.text import blame, counted, short
-from llm_demo.model.costs import active_of, on_meta, parameters_of, rotary_width
+from llm_demo.model.costs import active_of, on_meta, parameters_of, rotary_widths
 from llm_demo.model.families import Family, family_name, family_of
 from llm_demo.model.source import (
     find_model,
@@ -139,14 +139,17 @@ def refuse_bad_frequencies(folder: Path, config, lm: PreTrainedModel) -> None:
     """Raise UserError if rope_parameters give other than positive numbers. lm: without memory."""
     with blame(folder / "config.json"):
         rotary = LongRope if rope_type(config) == "longrope" else type(lm.model.rotary_emb)
-        rotary, width = rotary(config), rotary_width(config)
+        rotary, widths = rotary(config), rotary_widths(config)
         scalings = [value for key, value in vars(rotary).items() if key.endswith("scaling")]
-        positive = [*rotary.buffers(), *(torch.full((width // 2,), s) for s in scalings)]
+        least = min(widths)
+        positive = [*rotary.buffers(), *(torch.full((least // 2,), s) for s in scalings)]
     for values in positive:
-        if 2 * len(values) != width or not ((values > 0) & values.isfinite()).all():
+        if rope_type(config) == "proportional":  # whose last ones are zero
+            values = torch.where(values == 0, values[0], values)
+        if 2 * len(values) not in widths or not ((values > 0) & values.isfinite()).all():
             raise UserError(
                 f"{folder}/config.json: rope_parameters {config.rope_parameters} do not give "
-                f"{width / 2:g} positive frequencies and a positive scaling"
+                f"{least / 2:g} positive frequencies and a positive scaling"
             )
 
 
@@ -230,17 +233,23 @@ def try_describe(model: Path, tokenizer, config) -> list[str]:
         return describe(model, Path(folder, "hf"), tokenizer, copy.deepcopy(config))
 
 
+GLOBAL = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+
+
 def describe_for_version_4(folder: Path, family: Family) -> None:
     """Add the keys that transformers 4, and servers that use it, read in config.json. Without them
     it silently takes defaults. Version 5 reads the same model from both."""
     config = json.loads((folder / "config.json").read_text("utf-8"))
     config.pop("auto_map", None)  # names code that is not in this folder
     config["torch_dtype"] = config["dtype"]
+    if "per_layer_config" in config:  # servers read Gemma 4's keys for it
+        for of_block in config["per_layer_config"].values():
+            config |= {GLOBAL[key]: value for key, value in of_block.items() if key in GLOBAL}
     if "num_local_experts" in config:
         config["num_experts"] = config["num_local_experts"]
     rope = config.get("rope_parameters") or {}
     local = rope.get("sliding_attention")
-    if local and not family.tested:  # only later than version 4
+    if local and (family.wide_rope or not family.tested):  # only later than version 4
         rope = {}
     elif local:
         config["rope_local_base_freq"] = local["rope_theta"]

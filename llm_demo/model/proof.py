@@ -24,7 +24,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from llm_demo.core.attention import make_documents
-from llm_demo.core.decoder import DecoderLoss, allocate, fill, make_units, skeleton
+from llm_demo.core.decoder import (
+    DecoderLoss,
+    allocate,
+    fill,
+    make_units,
+    skeleton,
+    soft_cap,
+)
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import position_ids
 from llm_demo.machine.files import ROOT, cache_folder, digest, hash_of, write_text
@@ -44,6 +51,7 @@ from llm_demo.options.lora import (
 
 CPU = torch.device("cpu")
 WINDOW, THRESHOLD = 16, 32  # tokens: of windows, and where rotary embeddings change
+CAP = 2.0  # of logits: they are small, and a cap far above them is seen by no one
 LENGTHS = (WINDOW - 1, WINDOW, WINDOW + 1, 5 * WINDOW, 7, THRESHOLD, THRESHOLD + 1)  # of documents
 LOSS_BOUND, GRADIENT_BOUND = 1e-5, 1e-4  # relative errors
 ROUNDING = 1e-2  # of the norm of all gradients: the errors of smaller ones are relative to this
@@ -64,6 +72,7 @@ SMALL = {
     "max_position_embeddings": 512,
     "original_max_position_embeddings": THRESHOLD,
     "num_experts_per_tok": 2,
+    "top_k_experts": 2,
 }
 TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 MOST_PARAMETERS = 50_000_000  # of a copy; else a key that sets a size is not known here
@@ -116,13 +125,24 @@ def small_copy(config):
     """A narrow configuration of the same family, with the first blocks, up to the first of the last
     new kind. Raises what transformers raises, and ValueError if it is not small."""
     small = without_dropout(config)
-    heads, keys = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    of_blocks = {}  # what some blocks have of their own
+    if getattr(config, "is_heterogeneous", False):
+        of_blocks = small.to_dict()["per_layer_config"]
+        small.per_layer_config = None
+    heads, keys = small.num_attention_heads, getattr(small, "num_key_value_heads", None)
+    rotated = getattr(small, "qk_rope_head_dim", None)
+    rotates_all = rotated is not None and rotated == getattr(small, "head_dim", None)
     set_sizes(small)
-    if getattr(config, "qk_rope_head_dim", None) == getattr(config, "head_dim", None) is not None:
+    if rotates_all:
         small.head_dim = SMALL["qk_rope_head_dim"]  # that of the rotary tables
     small.num_attention_heads = SMALL_HEADS
     if keys:
-        small.num_key_value_heads = {heads: SMALL_HEADS, 1: 1}.get(keys, SMALL_HEADS // 2)
+        small.num_key_value_heads = small_keys(keys, heads)
+    of_blocks = {int(i): small_overrides(own, heads) for i, own in of_blocks.items()}
+    if of_blocks:
+        small.per_layer_config = of_blocks
+    if soft_cap(config):
+        small.final_logit_softcapping = CAP
     if getattr(config, "n_group", None) and config.n_group > 1:
         small.n_group, small.topk_group = SMALL_GROUPS, SMALL_GROUPS // 2
     if is_hybrid(config):
@@ -144,9 +164,31 @@ def small_copy(config):
     small.num_hidden_layers = min(max(2, max(first) + 1), depth)
     for name, value in listed.items():
         setattr(small, name, value[: small.num_hidden_layers])
+    if of_blocks:
+        left = {i: own for i, own in of_blocks.items() if i < small.num_hidden_layers}
+        small.per_layer_config = left
     size = sum(p.numel() for p in on_meta(small).parameters())
     if size > MOST_PARAMETERS:
         raise ValueError(f"it would still have {size:,} parameters")
+    return small
+
+
+def small_keys(keys: int, heads: int) -> int:
+    """Heads of keys in the copy of a model with so many, and so many of queries."""
+    return {heads: SMALL_HEADS, 1: 1}.get(keys, SMALL_HEADS // 2)
+
+
+def small_overrides(own: dict, heads: int) -> dict:
+    """In the copy, what a block has of its own. heads: of queries. Raises ValueError for what is not
+    known here."""
+    small = {}
+    for name, value in own.items():
+        if name == "head_dim":
+            small[name] = 2 * SMALL["head_dim"]
+        elif name == "num_key_value_heads":
+            small[name] = small_keys(value, heads)
+        else:
+            raise ValueError(f"per_layer_config has {name}")
     return small
 
 

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from llm_demo.core.decoder import of_router
+
 RECIPES = ("rowwise_gw", "rowwise", "blockwise")
 E4M3, TOP = torch.float8_e4m3fn, 448.0  # and its largest number
 SMALLEST = 2.0**-90  # taken for the largest number of a block of zeros
@@ -41,7 +43,7 @@ def use_fp8(lm: nn.Module, recipe: str, shares: int = 1) -> tuple[list[str], lis
     multiple = shares * (BLOCK if recipe == "blockwise" else 16)
     done, left = [], []
     for name, layer in [*lm.named_modules()]:
-        if ".layers." not in name or type(layer) is not nn.Linear:
+        if ".layers." not in name or type(layer) is not nn.Linear or of_router(name):
             continue
         parent, _, kind = name.rpartition(".")
         gains = qualifies(*layer.weight.shape, multiple)

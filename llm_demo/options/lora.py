@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from llm_demo.core.decoder import FUSED, fused, kept_in_fp32
+from llm_demo.core.decoder import FUSED, fused, kept_in_fp32, of_router
 from llm_demo.options.four_bits import FourBits, values_of
 from llm_demo.options.fp8 import RecipeLinear
 
@@ -151,11 +151,16 @@ class LoraLinear(RecipeLinear):
 
 def matrices_of(shapes: dict[str, tuple]) -> dict[str, tuple]:
     """{name: shape} of a model's parameters that can have adapters: the linear layers of its
-    blocks. In a mixture of experts: those outside its MLPs, and the experts. PEFT takes gate_proj
-    and the like for the experts, and can't adapt a dense block or a shared expert beside them."""
-    found = {n: s for n, s in shapes.items() if ".layers." in n and (len(s) == 2 or fused(n))}
-    if any(map(fused, shapes)):
-        found = {n: s for n, s in found.items() if ".mlp." not in n or fused(n)}
+    blocks, but for routers, and experts. If MLPs hold experts, nothing else in MLPs: PEFT takes
+    gate_proj and the like for the experts, and can't adapt a dense block or a shared expert beside
+    them."""
+    found = {}
+    within = any(fused(name) and ".mlp." in name for name in shapes)
+    for name, shape in shapes.items():
+        if ".layers." not in name or of_router(name):
+            continue
+        if fused(name) or len(shape) == 2 and not (within and ".mlp." in name):
+            found[name] = shape
     return found
 
 
@@ -199,7 +204,9 @@ def quantisable(model: nn.Module, prefix: str = "") -> dict[str, nn.Parameter]:
     for gates of one output, and experts."""
     found = {}
     for name, layer in model.named_modules(prefix=prefix):
-        if ".layers." in name and type(layer) is nn.Linear and layer.out_features > 1:
+        if ".layers." not in name or of_router(name):
+            continue
+        if type(layer) is nn.Linear and layer.out_features > 1:
             found[f"{name}.weight"] = layer.weight
     return found | {n: p for n, p in model.named_parameters(prefix=prefix) if fused(n)}
 

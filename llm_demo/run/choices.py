@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from llm_demo.core.attention import IMPLS, LONG, varlen_has_windows
+from llm_demo.core.attention import IMPLS, LONG, WIDEST, varlen_has_windows
 from llm_demo.core.decoder import delta_layers, skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
@@ -21,11 +21,12 @@ from llm_demo.flags.args import Args
 from llm_demo.machine.device import Device, dtype_name, has_fused_kernels, is_sm
 from llm_demo.machine.dist import from_rank0, once_per_node
 from llm_demo.machine.text import layer_kinds
-from llm_demo.model.costs import heads_of, heads_of_rule, param_count, share_of_heads, windows_of
+from llm_demo.model.costs import heads_of_rule, param_count, shares_of_heads, windows_by_heads
 from llm_demo.model.families import experts_of, family_name, is_hybrid
 
 # backends of attention that make the buckets which linear attention in PyTorch needs, or need none
 BUCKETED = ("sdpa", "bucketed", "bucketed_math")
+FLASH = ("varlen_cudnn", "varlen", "flash_attn")  # take heads of up to WIDEST numbers
 DELTA_KERNELS = ("fla", "fla_kda")  # of options/delta_kernels.py, the preferred one first
 
 
@@ -42,7 +43,7 @@ class Compute(NamedTuple):
 
 def decoder_of(config, weights, compute: Compute) -> PreTrainedModel:
     """core.decoder.skeleton with the attention, experts and linear attention that were chosen."""
-    if compute.attn_impl == "varlen_cudnn":
+    if "varlen_cudnn" in compute.attn_impl.split("+"):
         from llm_demo.options import long_documents  # noqa: F401  registers its operator
     lm = skeleton(config, compute.attn_impl, weights, compute.product)
     if delta_layers(lm):
@@ -125,7 +126,7 @@ def why_not(
         return "the flash-attn package is not installed"
     if device.type == "cpu":
         return "has no CPU kernel"
-    if dtype == torch.float32:
+    if dtype == torch.float32 and impl in FLASH:
         return "needs bf16 or fp16"
     if not has_fused_kernels(device):
         return f"has no kernel for {device.arch}"
@@ -134,9 +135,9 @@ def why_not(
     return None
 
 
-def short_window(config, seq_len: int) -> int | None:
-    """The model's sliding window, if it has one that rows are longer than."""
-    shorter = [w for w in windows_of(config) if w is not None and w < seq_len]
+def short_window(windows: list[int | None], seq_len: int) -> int | None:
+    """A sliding window of blocks, if they have one that rows are longer than."""
+    shorter = [w for w in windows if w is not None and w < seq_len]
     return min(shorter, default=None)
 
 
@@ -162,10 +163,15 @@ def choose_attention(
     impls = among if auto else (asked,)
     if auto and not (longest >= LONG and is_sm(device, 90)):
         impls = [impl for impl in among if impl != "varlen_cudnn"]  # no gain, or not measured
+    width = max(heads[2:])
+    if auto and width <= WIDEST:
+        impls = [impl for impl in impls if impl != "efficient"]  # others are faster
     numbers = [*heads, window] if window else heads
     reasons = []
     for impl in impls:
         problem = why_not(impl, device, dtype, single, window=window)
+        if problem is None and impl in FLASH and width > WIDEST:
+            problem = f"takes heads of up to {WIDEST}, not of {width}"
         if problem is None and impl == "sdpa" and auto and not has_fused_kernels(device):
             # without fused kernels, buckets gain more by computing less padding
             problem = "bucketed is as fast without fused kernels"
@@ -180,8 +186,48 @@ def choose_attention(
     raise UserError(f"--attn_impl {asked} can't run on {device}: {reasons[0].split(': ', 1)[1]}")
 
 
+def choose_backends(
+    args: Args,
+    device: Device,
+    dtype: torch.dtype,
+    config,
+    packs: list,
+    among: tuple[str, ...] = IMPLS,
+    probe=try_kernel,
+) -> tuple[str, list[str]]:
+    """(the backends of attention, as attention.attend takes them, lines). Each width of heads has
+    its own: where kernels of --attn_impl do not take wide ones, the fastest that does. packs, among,
+    probe: as of decide_compute and choose_attention. Raises UserError."""
+    longest_row = max((p.seq_len for p in packs), default=0)
+    chosen, lines = {}, []
+    for heads in shares_of_heads(config, args.sequence_parallel):
+        wide = heads.width > WIDEST
+        asked = "auto" if wide and args.attn_impl in FLASH else args.attn_impl
+        impl, rejected = choose_attention(
+            asked,
+            device,
+            dtype,
+            heads=heads,
+            single=all(p.single for p in packs),
+            longest=max((p.longest for p in packs), default=0),
+            among=among,
+            probe=probe,
+            window=short_window(windows_by_heads(config)[heads.width], longest_row),
+        )
+        # of two narrow kinds the backend that is later in the list, since it takes more
+        chosen[wide] = max(chosen.get(wide, impl), impl, key=IMPLS.index)
+        why = "; ".join(f"not {reason}" for reason in rejected)
+        if asked != "auto":
+            why = "as requested"
+        of_heads = f" in heads of {heads.width}" if wide else ""
+        lines.append(f"attention{of_heads}: {impl}" + (f" ({why})" if why else ""))
+    return "+".join(dict.fromkeys(chosen.values())), lines
+
+
 def fused_kernels(impl: str) -> list:
     """The operators that backend `impl` may run, as selective checkpointing names them."""
+    if "+" in impl:
+        return [operator for one in impl.split("+") for operator in fused_kernels(one)]
     if impl == "varlen":
         importlib.import_module("torch.nn.attention.varlen")  # which registers it
         names = ["torch_attn._varlen_attn"]
@@ -190,6 +236,8 @@ def fused_kernels(impl: str) -> list:
     elif impl == "flash_attn":
         importlib.import_module("flash_attn.flash_attn_interface")
         names = ["flash_attn._flash_attn_varlen_forward"]
+    elif impl == "efficient":
+        names = ["aten._efficient_attention_forward"]
     else:
         kinds = ("cudnn", "flash", "efficient")
         names = [f"aten._scaled_dot_product_{kind}_attention" for kind in kinds]
@@ -310,10 +358,12 @@ def choose_compile(
             return False, "compiling takes longer than it saves on a CPU"
         if not is_sm(device, 80):
             return False, f"not measured on {device.arch}; --compile tests and enables it"
-        if attn_impl.startswith("bucketed") or attn_impl == "math":
-            return False, f"attention {attn_impl} has shapes that change with the data"
-    if not problem and device.type == "cuda":
-        problem = probe("compile", dtype_name(dtype), attn_impl)
+        for impl in attn_impl.split("+"):
+            if impl.startswith("bucketed") or impl == "math":
+                return False, f"attention {impl} has shapes that change with the data"
+    for impl in attn_impl.split("+"):
+        if not problem and device.type == "cuda":
+            problem = probe("compile", dtype_name(dtype), impl)
     if problem:
         return False, f"torch.compile does not work here: {problem}"
     return True, "as requested" if asked else "fewer and larger kernels"
@@ -411,7 +461,7 @@ def decide_four_bits(args: Args, source, world: World) -> None:
 
 def refuse_for_model(args: Args, source, world: World) -> None:
     """Raise UserError on every rank for flags that don't work with a model. source: a Source."""
-    share_of_heads(heads_of(source.config), args.sequence_parallel)  # refuses what does not divide
+    shares_of_heads(source.config, args.sequence_parallel)  # refuses what does not divide
     refuse_flags(args, source.config, source.proof)
     decide_four_bits(args, source, world)
 
@@ -422,20 +472,8 @@ def decide_compute(
     """(kernels of attention and experts, fp8, and whether to compile; lines). packs: the Rows of
     all data, the training rows first. Raises UserError for flags that can't work."""
     (rule, among), lines = choose_rule(args.attn_impl, device, dtype, config)
-    attn_impl, rejected = choose_attention(
-        args.attn_impl,
-        device,
-        dtype,
-        heads=share_of_heads(heads_of(config), args.sequence_parallel),
-        single=all(p.single for p in packs),
-        longest=max((p.longest for p in packs), default=0),
-        among=among,
-        window=short_window(config, max((p.seq_len for p in packs), default=0)),
-    )
-    why = "; ".join(f"not {reason}" for reason in rejected)
-    if args.attn_impl != "auto":
-        why = "as requested"
-    lines.append(f"attention: {attn_impl}" + (f" ({why})" if why else ""))
+    attn_impl, more = choose_backends(args, device, dtype, config=config, packs=packs, among=among)
+    lines += more
     product, problem = "looped", None
     if experts_of(config):
         if args.activation_memory_budget < 1:
