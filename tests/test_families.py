@@ -148,7 +148,8 @@ def test_a_window_is_exported(work, tmp_path, alone):  # noqa: F811
 
 
 WRONG = [
-    ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is not supported"),
+    ("smollm3", {"final_logit_softcapping": 30.0}, "smollm3 computes its loss without a cap"),
+    ("gemma3", {"final_logit_softcapping": 0.0}, "softcapping 0.0 is not a positive number"),
     ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is not supported"),
     ("gemma3", {"use_bidirectional_attention": True}, "attention True is not supported: attention"),
     ("smollm3", {"is_causal": False}, "is_causal False is not supported: attention is causal"),

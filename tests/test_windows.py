@@ -11,6 +11,8 @@ from test_parity import SIZES, relative, shake
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
+    Gemma4TextConfig,
+    Gemma4UnifiedTextConfig,
     MistralConfig,
     Olmo3Config,
     Phi3Config,
@@ -29,12 +31,19 @@ SMALL = SIZES | IDS | {"vocab_size": 97, "tie_word_embeddings": False, "rms_norm
 SMALL |= {"sliding_window": WINDOW}
 SOME = SMALL | {"use_sliding_window": True, "max_window_layers": 2}  # layers, the last or the first
 EACH = SMALL | {"layer_types": LAYERS, "rope_parameters": ROPES}
+CAPPED = EACH | {"final_logit_softcapping": 1.5, "global_head_dim": 32, "attention_k_eq_v": True}
+CAPPED |= {"num_global_key_value_heads": 1}
 MODELS = {
     "mistral": MistralConfig(**SMALL),
     "phi3": Phi3Config(**{name: value for name, value in SMALL.items() if name != "head_dim"}),
     "qwen3": Qwen3Config(**SOME),
     "gemma3": Gemma3TextConfig(**EACH),
     "olmo3": Olmo3Config(**EACH),
+    "gemma4": Gemma4UnifiedTextConfig(**CAPPED),
+    "gemma4_experts": Gemma4TextConfig(
+        enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=48,
+        hidden_size_per_layer_input=0, **CAPPED,
+    ),
     "qwen2_moe": Qwen2MoeConfig(
         num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, **SOME
     ),

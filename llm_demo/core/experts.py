@@ -29,9 +29,9 @@ class Routers(nn.Module):
     fp32 in every compute dtype. Its forward comes before the first block's, and does nothing but
     let FSDP2 gather them.
 
-    blocks: with experts; routers: of each of them. In their forwards they count how often each expert is chosen, unless
-    gradients are off. A block recomputed without the compiler counts twice, equally for all
-    experts."""
+    blocks: with experts; routers: of each of them. In their forwards they count how often each
+    expert is chosen, unless gradients are off. A block recomputed without the compiler counts
+    twice, equally for all experts."""
 
     def __init__(self, blocks: list[nn.Module], routers: list[nn.Module]):
         super().__init__()
@@ -257,8 +257,8 @@ def looped_product(x, weight, ends):
 
 
 def keep_part(model: PreTrainedModel, of_blocks: list[nn.Module], grid: DeviceMesh) -> None:
-    """Leave this rank's part of each block's experts to a model on the meta device. of_blocks: these
-    experts. grid: parts of the experts x shards of such a part, over all ranks."""
+    """Leave this rank's part of each block's experts, of_blocks, to a model on the meta device.
+    grid: parts of the experts x shards of such a part, over all ranks."""
     group = grid.get_group(0)
     config = model.config
     config._experts_implementation = config._experts_implementation.replace("sorted", "spread")

@@ -89,8 +89,8 @@ def score(
 
 
 def next_tokens(hidden: torch.Tensor, weight: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """The most likely next token at flat positions `index` [n] of hidden [B, S, d]: int64 [n]. A cap
-    of logits does not change their order."""
+    """The most likely next token at flat positions `index` [n] of hidden [B, S, d]: int64 [n]. A
+    soft cap keeps the order of logits."""
     rows = hidden.flatten(0, 1).index_select(0, index)
     return (rows @ weight.T).argmax(-1)
 
@@ -109,8 +109,8 @@ def _scale(dtype: torch.dtype) -> float:
 
 
 def _loss_of_logits(out, targets, scale=1.0, cap=None):
-    """The loss sum of one chunk's logits, which become their own gradient, times `scale`. cap: as of
-    cross_entropy_sum.
+    """The loss sum of one chunk's logits, which become their own gradient, times `scale`. cap: as
+    of cross_entropy_sum.
 
     Works in place: logsumexp would allocate another fp32 tensor of the logits' size, as a cap
     does."""

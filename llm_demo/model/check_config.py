@@ -41,8 +41,8 @@ def problems_of(config) -> Iterator[str]:
     for name in ("num_kv_shared_layers", "hidden_size_per_layer_input"):
         if getattr(config, name, None):
             yield (
-                f"{name} {getattr(config, name)} is not supported: of Gemma 4, E2B and E4B have it, "
-                "12B, 26B-A4B and 31B do not"
+                f"{name} {getattr(config, name)} is not supported: of Gemma 4, E2B and E4B have "
+                "it, 12B, 26B-A4B and 31B do not"
             )
     for name, value in (("use_bidirectional_attention", False), ("is_causal", True)):
         found = getattr(config, name, value)

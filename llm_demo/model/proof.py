@@ -179,8 +179,8 @@ def small_keys(keys: int, heads: int) -> int:
 
 
 def small_overrides(own: dict, heads: int) -> dict:
-    """In the copy, what a block has of its own. heads: of queries. Raises ValueError for what is not
-    known here."""
+    """What a block of the copy has of its own. heads: of queries. Raises ValueError for a key that
+    is not known here."""
     small = {}
     for name, value in own.items():
         if name == "head_dim":

@@ -195,9 +195,9 @@ def choose_backends(
     among: tuple[str, ...] = IMPLS,
     probe=try_kernel,
 ) -> tuple[str, list[str]]:
-    """(the backends of attention, as attention.attend takes them, lines). Each width of heads has
-    its own: where kernels of --attn_impl do not take wide ones, the fastest that does. packs, among,
-    probe: as of decide_compute and choose_attention. Raises UserError."""
+    """(the backends of attention, as attention.attend takes them, lines). Wide heads have their own
+    if --attn_impl does not take them: the fastest that does. packs, among, probe: as of
+    decide_compute and choose_attention. Raises UserError."""
     longest_row = max((p.seq_len for p in packs), default=0)
     chosen, lines = {}, []
     for heads in shares_of_heads(config, args.sequence_parallel):

@@ -1,0 +1,139 @@
+"""Gemma 4's text: two widths of heads, experts beside the network, a soft cap of logits. Every number
+against transformers' own forward, one document at a time. test_windows.py has documents beyond the
+window on each backend, test_whole.py folders with images."""
+
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ZERO, run, slow
+from test_families import IDS, LAYERS, cases
+from test_loss import case
+from test_parity import SIZES, assert_equal, shake, train, write_models
+from transformers import Gemma4TextConfig, Gemma4UnifiedTextConfig
+
+from llm_demo.core import loss
+from llm_demo.core.loss import cross_entropy_sum, score
+from llm_demo.core.rows import label_positions
+
+CAP = 1.5  # so far below the largest logits that they are bent
+LATER = 3e-5  # of gradients after the first step, see test_parity.py
+ROPES = {
+    "full_attention": {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1e6,
+    },
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+TEXT = dict(
+    layer_types=LAYERS,
+    sliding_window=20,
+    rope_parameters=ROPES,
+    global_head_dim=32,
+    attention_k_eq_v=True,
+    final_logit_softcapping=CAP,
+    rms_norm_eps=1e-2,  # as of OLMo 2 in test_families.py
+    tie_word_embeddings=True,
+    **IDS,
+    **SIZES,
+)
+PLAIN = dict(hidden_size_per_layer_input=0, **TEXT)
+MIXED = dict(enable_moe_block=True, num_experts=8, top_k_experts=2, moe_intermediate_size=32)
+MODELS = {
+    "12b": Gemma4UnifiedTextConfig(num_global_key_value_heads=1, **TEXT),
+    "31b": Gemma4TextConfig(num_global_key_value_heads=2, **PLAIN),
+    "26b": Gemma4TextConfig(num_global_key_value_heads=2, **MIXED, **PLAIN),
+}
+DENSE = ["12b", "31b"]
+
+
+def change(name, values):
+    """Norms that are not one. Those of queries and keys are small, as nothing else scales scores: with
+    larger ones rounding grows from step to step."""
+    shake(name, values, ends=("norm.weight", "router.scale", "per_expert_scale"))
+    if name.endswith(("q_norm.weight", "k_norm.weight")):
+        values *= 0.3
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gemma4")
+    return folder, write_models(folder, MODELS, change)
+
+
+SHARES = ["--tensor_parallel", "2"]
+SCRIPTS = [
+    ("fsdp", 1, list(MODELS), 8, []),
+    slow("fsdp", 2, list(MODELS), 4, ["--reshard_after_forward"]),
+    ("fsdp", 2, ["31b", "26b"], 8, SHARES),
+    slow("fsdp", 2, ["26b"], 4, ["--expert_parallel", "2"]),
+    slow("fsdp", 2, list(MODELS), 8, ["--sequence_parallel", "2"]),
+    slow("fsdp_pp", 2, list(MODELS), 8, ["--blocks_per_unit", "1"]),
+    slow("fsdp_pp", 4, ["31b", "26b"], 8, SHARES),
+    slow("pp", 2, DENSE, 8, []),
+    slow("zero", 2, DENSE, 4, ZERO["zero3"]),
+]
+
+
+@pytest.mark.parametrize("script, n, names, rows, flags", SCRIPTS)
+def test_equals_plain_loop(script, n, names, rows, flags, work, tmp_path):
+    folder, expected = work
+    found = train(tmp_path, script, n, cases(folder, names, rows, flags))
+    for name, (losses, ranks) in found.items():
+        for rank in ranks:  # a buffer is no parameter
+            for buffer in [key for key in rank["params"] if key.endswith("layer_scalar")]:
+                del rank["params"][buffer]
+        assert_equal(losses, ranks, expected[name.removesuffix("-out")], later=LATER)
+
+
+# ---------------------------------------------------------------- the cap
+
+
+def capped_sum(hidden, weight, labels):
+    """PyTorch's own cross-entropy of capped logits."""
+    logits = (hidden @ weight.T).flatten(0, 1)
+    return F.cross_entropy(CAP * (logits / CAP).tanh(), labels.flatten(), reduction="sum")
+
+
+@pytest.mark.parametrize("chunk", [7, 4096])
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_the_loss_of_capped_logits(dtype, bound, chunk, monkeypatch):
+    """Its value, and the gradients of hidden states and of the head."""
+    monkeypatch.setattr(loss, "CHUNK_ROWS", chunk)
+    hidden, weight, labels = case(17, dtype)
+    mine = cross_entropy_sum(hidden, weight, *label_positions(labels), cap=CAP)
+    wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    plain = capped_sum(*wide, labels)
+    assert mine.item() == pytest.approx(plain.item(), rel=bound)
+    expected = torch.autograd.grad(plain, wide)
+    for a, e in zip(torch.autograd.grad(mine, (hidden, weight)), expected, strict=True):
+        assert (a.double() - e).norm() < bound * e.norm()
+    index, targets = label_positions(labels)
+    found, wrong = score(hidden, weight, index, targets, torch.zeros_like(index), cap=CAP).tolist()
+    assert found == pytest.approx(plain.item(), rel=bound) and wrong == 1
+
+
+KERNEL = """
+import types
+import torch
+import torch.nn.functional as F
+from llm_demo.core.loss_kernel import loss_of_logits
+torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(warp_size=32)
+torch.manual_seed(0)
+logits, targets = torch.randn(3, 8200) * 5, torch.tensor([1, 8199, 50])
+wide = logits.double().requires_grad_()
+expected = F.cross_entropy(3 * (wide / 3).tanh(), targets, reduction="sum")
+expected.backward()
+found = loss_of_logits(logits, targets, 2.0, cap=3.0)
+torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=0)
+torch.testing.assert_close(logits.double() / 2, wide.grad, rtol=1e-5, atol=1e-6)
+"""
+
+
+def test_the_kernel_caps_logits():
+    """Triton's interpreter runs it, on more columns than are read at once."""
+    pytest.importorskip("triton")
+    done = run([sys.executable, "-c", KERNEL], fresh=True, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
