@@ -1,5 +1,5 @@
-"""Gemma 4's text: two widths of heads, experts beside the network, a soft cap of logits. Every number
-against transformers' own forward, one document at a time. test_windows.py has documents beyond the
+"""Gemma 4's text: two widths of heads, experts beside the network, a soft cap of logits. Compared
+with transformers' own forward, one document at a time. test_windows.py has documents beyond the
 window on each backend, test_whole.py folders with images."""
 
 import sys
@@ -50,8 +50,8 @@ DENSE = ["12b", "31b"]
 
 
 def change(name, values):
-    """Norms that are not one. Those of queries and keys are small, as nothing else scales scores: with
-    larger ones rounding grows from step to step."""
+    """Norms that are not one. Those of queries and keys are small, as nothing else scales scores:
+    with larger ones rounding grows from step to step."""
     shake(name, values, ends=("norm.weight", "router.scale", "per_expert_scale"))
     if name.endswith(("q_norm.weight", "k_norm.weight")):
         values *= 0.3

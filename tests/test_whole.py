@@ -7,6 +7,7 @@ import shutil
 from fnmatch import fnmatch
 
 import pytest
+import test_gemma4
 import test_parity as parity
 import torch
 from conftest import TINY
@@ -15,11 +16,14 @@ from test_checkpoint import WORLD
 from test_export import FACTS
 from test_qwen35 import EXPERTS, IDS, MODELS
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
+    Gemma4UnifiedConfig,
+    Gemma4UnifiedForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     Qwen3_5Config,
@@ -42,6 +46,7 @@ pytestmark = pytest.mark.usefixtures("alone")
 VISION = dict(hidden_size=32, intermediate_size=32)
 QWEN_VISION = dict(depth=1, num_heads=2, out_hidden_size=64, **VISION)
 OTHER_VISION = dict(num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
+GEMMA4_VISION = dict(num_hidden_layers=1, num_attention_heads=2, position_embedding_size=64)
 TEXT = dict(**parity.SIZES, **IDS)
 MTP = {"mtp_num_hidden_layers": 1}
 KINDS = {  # name: (class, configuration, whether the text comes first in names)
@@ -70,6 +75,20 @@ KINDS = {  # name: (class, configuration, whether the text comes first in names)
         ),
     ),
 }
+KINDS["gemma4"] = (
+    Gemma4ForConditionalGeneration,
+    Gemma4Config(
+        text_config=test_gemma4.MODELS["26b"].to_dict() | {"pad_token_id": 0},
+        vision_config=dict(**VISION, head_dim=16, num_key_value_heads=2, **GEMMA4_VISION),
+    ),
+)
+KINDS["gemma4_unified"] = (
+    Gemma4UnifiedForConditionalGeneration,
+    Gemma4UnifiedConfig(
+        text_config=test_gemma4.MODELS["12b"].to_dict() | {"pad_token_id": 0},
+        vision_config=dict(mm_embed_dim=32, mm_posemb_size=8, patch_size=2, output_proj_dims=32),
+    ),
+)
 KINDS["ministral3"] = (
     Mistral3ForConditionalGeneration,
     Mistral3Config(
@@ -146,6 +165,8 @@ def run_of(folder, base, name=None, rank=0, earlier=None):
     state = {n: torch.randn(shape) / 8 for n, shape in shapes.items()}
     for n, t in list(state.items()):
         state |= {f"{n}.exp_avg": torch.ones_like(t), f"{n}.exp_avg_sq": torch.ones_like(t)}
+    saved = lm.state_dict().keys()
+    state |= {n: t / 2 for n, t in lm.named_buffers() if n in saved and not rank}
     (folder / "checkpoints").mkdir(parents=True)
     checkpoint_files.write(folder / "checkpoints/.part", state, facts, WORLD)
     step = folder / "checkpoints/step_00000007"
@@ -170,6 +191,7 @@ def logits(model):
 
 
 LAYOUTS = [("qwen3_5", False), ("qwen3_5_moe", False), ("ministral3", True)]
+LAYOUTS += [("gemma4", False), ("gemma4_unified", False)]
 LAYOUTS += [(kind, old) for kind in ("gemma3", "mistral3") for old in (False, True)]
 
 
@@ -352,14 +374,6 @@ def test_a_base_on_the_hub_is_downloaded_again(base, tmp_path, monkeypatch):
     assert asked == [("me/base", revision)]
     assert len([*cached.iterdir()]) == 3 and len([*folder.iterdir()]) > 5
     assert read_all(tmp_path / "out").keys() == read_all(folder).keys()
-
-
-def test_gemma_4_is_refused_for_its_soft_cap(tmp_path):
-    """Its folder is read as its text, as others are."""
-    text = {"model_type": "gemma4_unified_text", "final_logit_softcapping": 30.0}
-    AutoConfig.for_model("gemma4_unified", text_config=text).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="config.json: final_logit_softcapping is not supported"):
-        load_config(tmp_path, 32)
 
 
 def test_layers_of_multi_token_prediction_in_a_model_of_text(tmp_path):

@@ -41,8 +41,12 @@ MODELS = {
     "olmo3": Olmo3Config(**EACH),
     "gemma4": Gemma4UnifiedTextConfig(**CAPPED),
     "gemma4_experts": Gemma4TextConfig(
-        enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=48,
-        hidden_size_per_layer_input=0, **CAPPED,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=48,
+        hidden_size_per_layer_input=0,
+        **CAPPED,
     ),
     "qwen2_moe": Qwen2MoeConfig(
         num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, **SOME
