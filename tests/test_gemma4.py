@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F
 from conftest import ZERO, run, slow
 from test_families import IDS, LAYERS, cases
-from test_loss import case
+from test_loss import case, set_chunk_rows  # noqa: F401
 from test_parity import SIZES, assert_equal, shake, train, write_models
 from transformers import Gemma4TextConfig, Gemma4UnifiedTextConfig
 
-from llm_demo.core import loss
 from llm_demo.core.loss import cross_entropy_sum, score
 from llm_demo.core.rows import label_positions
 
@@ -99,9 +98,9 @@ def capped_sum(hidden, weight, labels):
 
 @pytest.mark.parametrize("chunk", [7, 4096])
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_the_loss_of_capped_logits(dtype, bound, chunk, monkeypatch):
+def test_the_loss_of_capped_logits(dtype, bound, chunk, set_chunk_rows):  # noqa: F811
     """Its value, and the gradients of hidden states and of the head."""
-    monkeypatch.setattr(loss, "CHUNK_ROWS", chunk)
+    set_chunk_rows(chunk)
     hidden, weight, labels = case(17, dtype)
     mine = cross_entropy_sum(hidden, weight, *label_positions(labels), cap=CAP)
     wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
