@@ -218,7 +218,7 @@ def _adapters():
     ]
     longest = [
         {**one, "steps": 3, "seq_len": tokens << 10, "flags": f"{bits} {held} {capped} 22"}
-        for tokens in (100, 112)
+        for tokens in (100, 120)
     ]
     return [*spread, *beside, *experts, *longest]
 

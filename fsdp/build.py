@@ -1,6 +1,7 @@
 """Builds the model of train_fsdp.py, sharded before it has weights, so that no process makes or
 reads more than its share."""
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -55,13 +56,15 @@ def build(
     has_masters = in_16_bits and not (layout.sharded or on_host)
     lm, n_params, n_trained = adapted(args, plan.source, compute, world, saver, log)
     row_group = spread_blocks(lm, world, layout)
+    tied = config.tie_word_embeddings
+    embeds_on_host = args.activations_on_host and compute.lora and not (layout.sharded or tied)
     works = compute.compile and not on_host
     compiled = log.decided(compiles_adamw(works, n_trained, layout.n_shards, has_masters))
     with loading(weights, layout.n_shards):
-        model = wrap(lm, args, compute)
+        model = wrap(lm, args, compute, embeds=not embeds_on_host)
         model.tail.group = row_group
         if layout.sharded:
-            shard(model, args, compute.dtype, layout.mesh, config.tie_word_embeddings)
+            shard(model, args, compute.dtype, layout.mesh, tied)
         if on_host:
             from fsdp import host_adamw
 
@@ -71,7 +74,9 @@ def build(
             shape = args.micro_batch_size, slots, config.hidden_size
             keep_activations(model, args, shape, compute.dtype, world, log)
         allocate(model, world.device)
-        if config.tie_word_embeddings:  # allocated separately
+        if embeds_on_host:  # no part of the model; a GPU draws other random values than a CPU
+            allocate(lm.model.embed_tokens, world.device)
+        if tied:  # allocated separately
             lm.lm_head.weight = lm.model.embed_tokens.weight
         units = []
         if on_host and layout.sharded:
@@ -88,8 +93,12 @@ def build(
                 weight_decay=args.weight_decay,
                 moments=DTYPES[args.optim_state],
             )
-        for name in ("model",) if config.tie_word_embeddings else ("model", "lm_head"):
+        for name in ("model",) if tied else ("model", "lm_head"):
             fill(lm, name, weights, args.seed, host and host.keep)
+        if embeds_on_host:
+            model.embed_on_host = functools.partial(lm.model.embed_tokens.to("cpu"))
+            log.say("embedding: in host memory, because of --activations_on_host")
+            log.resolved(embedding_on_host=True)
         if host:
             host.allocate()
         optimized = host
@@ -132,8 +141,9 @@ def spread_blocks(lm: PreTrainedModel, world: World, layout: Layout) -> ProcessG
     return row_group
 
 
-def wrap(lm: PreTrainedModel, args: Args, compute: Compute) -> DecoderLoss:
-    """The decoder in units of blocks, compiled, with its loss; still on the meta device."""
+def wrap(lm: PreTrainedModel, args: Args, compute: Compute, embeds: bool) -> DecoderLoss:
+    """The decoder in units of blocks, compiled, with its loss; still on the meta device. embeds:
+    with its embedding."""
     on_host = args.optimizer_on_host
     # only a unit's input goes to the host
     per_unit = 1 if args.activations_on_host else args.blocks_per_unit
@@ -150,7 +160,7 @@ def wrap(lm: PreTrainedModel, args: Args, compute: Compute) -> DecoderLoss:
 
         for unit in units:
             use_pieces(unit)
-    model = DecoderLoss(lm, units, compute.compile, slim=on_host)
+    model = DecoderLoss(lm, units, compute.compile, slim=on_host, first=embeds)
     if args.freeze_router:
         model.routers.requires_grad_(False)
     if on_host:

@@ -37,7 +37,10 @@ class FsdpArgs:
         False, "Keep fp32 weights and AdamW's moments in host memory.", saves_memory="true"
     )
     activations_on_host: bool = flag(
-        False, "Keep blocks' inputs in host memory until their backward.", saves_memory="true"
+        False,
+        "Keep blocks' inputs in host memory until their backward, and with adapters in one process "
+        "an embedding that is not tied.",
+        saves_memory="true",
     )
     sequence_parallel: int = flag(
         1,

@@ -96,15 +96,16 @@ class Fsdp:
     def __init__(self, job: Job, layout: Layout):
         args, world, plan, saver = job.args, job.world, job.plan, job.saver
         self.args, self.job, self.layout, self.device = args, job, layout, world.device
+        self.model, self.optimized, compiled = build(
+            args, plan, layout, world, saver, job.log, timed=job.timer.comm.call
+        )
         self.inputs = functools.partial(
             inputs_of,
             attn_impl=plan.compute.attn_impl,
             device=world.device,
             part=layout.part,
             whole_positions=layout.tensor_parallel > 1,
-        )
-        self.model, self.optimized, compiled = build(
-            args, plan, layout, world, saver, job.log, timed=job.timer.comm.call
+            embed=self.model.embed_on_host,
         )
         self.optimizer = self.optimized
         if not args.optimizer_on_host:

@@ -435,6 +435,8 @@ def lora_moments(
     weights = part.whole * s.size
     if s.sharded:
         weights = (part.shard + gathered(s, part, sizes.tied)) * s.size
+    if embeds_on_host(sizes, s):
+        weights -= part.embedding * s.size
     weights += own * s.size + trained * MASTER_BYTES
     if s.lora.in_4_bits:  # one matrix at a time has its values, or those of some experts
         from llm_demo.options.four_bits_experts import UNPACKED
@@ -482,6 +484,11 @@ def deepspeed_moments(
     ]
 
 
+def embeds_on_host(sizes: Sizes, s: Settings) -> bool:
+    """Whether a frozen embedding stays in host memory."""
+    return bool(s.activations_on_host and s.lora) and not (s.sharded or sizes.tied)
+
+
 def host_bytes(sizes: Sizes, s: Settings) -> float:
     """Bytes of host memory for what is offloaded. DeepSpeed has masters and moments in fp32, with
     stage 3 the gradients twice and with offload_param the weights twice, in one buffer and in
@@ -491,6 +498,8 @@ def host_bytes(sizes: Sizes, s: Settings) -> float:
         total += state_bytes(s) * share
     if s.activations_on_host:
         total += (len(sizes.blocks) - 1) * s.tokens * sizes.hidden * s.size
+    if embeds_on_host(sizes, s):
+        total += sizes.embedding * s.size
     offload = s.zero.get("offload_param")
     if offload:
         total += pinned(share * s.size, offload) + share * s.size

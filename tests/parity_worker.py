@@ -209,6 +209,8 @@ def train(job, engine, run):
     engine.step = watched
     run(job, engine)
     kept = {key: record[key] for key in ("steps", "after_step", "decays")}
+    model = getattr(engine, "model", None)
+    kept["embeds_on_host"] = bool(getattr(model, "embed_on_host", None))
     torch.save({**kept, "params": params()}, f"{case['out']}.{world.rank}.pt")
 
 

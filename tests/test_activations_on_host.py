@@ -29,6 +29,7 @@ CASES = {
     "plain": ["--no_fsdp", "--grad_accum_steps", "4"],
     "optimizer": ["--no_fsdp", "--optimizer_on_host", "--grad_accum_steps", "4"],
     "adapters": ["--no_fsdp", "--lora_rank", "4", "--lora_dropout", "0.1"],
+    "untied": ["--no_fsdp", "--lora_rank", "4", "--grad_accum_steps", "2"],
     "sharded": ["--reshard_after_forward", "--grad_accum_steps", "2"],
     "both": ["--reshard_after_forward", "--optimizer_on_host"],
 }  # fmt: skip
@@ -193,6 +194,7 @@ def test_too_little_host_memory(monkeypatch):
 @pytest.mark.parametrize("processes", [slow(1), 2])
 def test_same_bits_as_on_the_device(processes, tmp_path):
     smaller_model(tmp_path / "model")
+    smaller_model(tmp_path / "untied", tie_word_embeddings=False)
     parity.write_rows(tmp_path / "data.jsonl")
     cases = {}
     for name, flags in CASES.items():
@@ -201,12 +203,14 @@ def test_same_bits_as_on_the_device(processes, tmp_path):
                 more = ["--use_activation_checkpointing", *flags, "--max_steps", "2"]
                 more += ["--activations_on_host"] * (where == "host")
                 case = f"{name}-{where}"
-                cases[case] = parity.argv(tmp_path, "model", 2, 1, *more)
+                model = "untied" if name == "untied" else "model"
+                cases[case] = parity.argv(tmp_path, model, 2, 1, *more)
     results = train(tmp_path, "fsdp", processes, cases)
     for name in {case.partition("-")[0] for case in cases}:
         losses, ranks = results[f"{name}-host"]
         assert losses == results[f"{name}-device"][0] and len(losses) == 2
         for mine, other in zip(ranks, results[f"{name}-device"][1], strict=True):
+            assert mine["embeds_on_host"] == (name == "untied") and not other["embeds_on_host"]
             assert [s["norm"] for s in mine["steps"]] == [s["norm"] for s in other["steps"]]
             for key, value in mine["params"].items():
                 assert torch.equal(value, other["params"][key]), key

@@ -89,6 +89,13 @@ def settings_of_row(result) -> Settings:
     return settings_of(row["engine"], args, compute, train, **layout)
 
 
+def embedding_on_device(result, sizes, settings) -> float:
+    """GiB of an embedding that would be in host memory now."""
+    if "embedding_on_host" in result["config"] or not memory.embeds_on_host(sizes, settings):
+        return 0
+    return sizes.embedding * settings.size / GB
+
+
 def error(result) -> float:
     """By how much the fullest rank is expected to need more than it did."""
     row, summary, settings = result["row"], result["summary"], settings_of_row(result)
@@ -99,6 +106,7 @@ def error(result) -> float:
     expected = []
     for peak in peaks(sizes, settings):
         expected.append(sum(gb for name, gb in peak.parts.items() if name not in beside))
+        expected[-1] += embedding_on_device(result, sizes, settings)
         if peak.parts["loss"] and "device_memory_gb" not in result["config"]:
             # logits and their gradient were two tensors then
             expected[-1] += min(4096, settings.tokens) * sizes.vocabulary * settings.size / GB
@@ -128,6 +136,7 @@ def test_host_memory_and_attention_kept_are_as_measured():
         settings = settings_of_row(result)
         if on_host:
             expected = sum(peak.host for peak in peaks(sizes, settings))
+            expected -= embedding_on_device(result, sizes, settings)
             assert expected == pytest.approx(sum(result["summary"]["peak_host_gb"]), rel=0.1)
             offloaded += 1
         if recorded and not settings.lora:  # whose blocks took more then
@@ -198,6 +207,24 @@ def test_a_block_with_adapters_takes_what_the_compiler_plans():
         settings = Settings(**of_run, seq_len=tokens)
         takes = tokens * memory.passing_bytes(sizes.blocks[0], sizes, settings) / 2**20
         assert takes == pytest.approx(mib, rel=0.03)
+
+
+def test_a_frozen_embedding_is_in_host_memory_with_activations():
+    """Of one process, unless it is the head too."""
+    config = load_config(ROOT / "models/qwen3-8b", 1024)
+    lora = choose_lora(args_with(lora_rank=16, lora_alpha=32.0, lora_targets="q_proj"), config, {})
+    one = Settings(engine="fsdp", ranks=1, sharded=False, lora=lora, **CKPT)
+    host, sizes = dataclasses.replace(one, activations_on_host=True), sizes_of(config)
+    cases = {
+        "untied": (sizes, {}),
+        "tied": (sizes._replace(tied=True), {}),
+        "sharded": (sizes, {"sharded": True}),
+    }
+    moved = {}
+    for name, (of, other) in cases.items():
+        device, kept = (peaks(of, dataclasses.replace(s, **other))[0] for s in (one, host))
+        moved[name] = device.parts["weights"] - kept.parts["weights"]
+    assert moved == {"untied": pytest.approx(151_936 * 4096 * 2 / GB), "tied": 0, "sharded": 0}
 
 
 def test_a_stage_has_its_own_frozen_blocks_and_adapters():

@@ -243,6 +243,7 @@ class DecoderLoss(nn.Module):
             self.tail = Tail(lm.model.norm, lm.lm_head, compiled, slim=slim, in_place=in_place)
         self.rotary = lm.model.rotary_emb
         self.on_host = None  # or where inputs of units are kept, see activations_on_host.py
+        self.embed_on_host = None  # or what embeds tokens in host memory, before the forward
         with_experts, with_rule = blocks_with_experts(self), delta_layers(self)
         self.routers = None
         if with_experts:
@@ -276,17 +277,22 @@ def inputs_of(
     device: torch.device,
     part: Slice = WHOLE_ROWS,
     whole_positions: bool = False,
+    embed: Callable | None = None,
 ) -> list:
     """The arguments of DecoderLoss.forward for a rank's slice of the rows, on its device. index,
-    targets, answers: of whole rows. whole_positions: attention is given whole rows."""
+    targets, answers: of whole rows. whole_positions: attention is given whole rows. embed: makes
+    hidden states of token ids, on the host."""
     shape = tuple(batch.input_ids.shape)
     documents = make_documents(batch.cu_seqlens, shape, attn_impl, device)
     positions = batch.position_ids if whole_positions else part.of_rows(batch.position_ids)
     if part.count > 1:
         here, index = part.of_positions(index, shape[1])
         targets, answers = (x if x is None else x[here] for x in (targets, answers))
-    ids, positions = to_device(device, part.of_rows(batch.input_ids), positions)
-    return [ids, positions, documents, *to_device(device, index, targets, answers)]
+    inputs = part.of_rows(batch.input_ids)
+    if embed:
+        inputs = embed(inputs)
+    inputs, positions = to_device(device, inputs, positions)
+    return [inputs, positions, documents, *to_device(device, index, targets, answers)]
 
 
 def spread_rows(model: PreTrainedModel, group: ProcessGroup) -> None:
