@@ -429,7 +429,8 @@ def gathered(s: Settings, part: Part, tied: bool) -> float:
 def lora_moments(
     sizes: Sizes, s: Settings, part: Part, activations: float, loss: float
 ) -> list[Moment]:
-    """Of adapters, in a pipeline or not: the model has neither masters nor gradients."""
+    """Of adapters, in a pipeline or not: the model has neither masters nor gradients. When the
+    backward ends, all adapters have gradients, and the first block's activations are there."""
     trained = part.share * s.lora.parameters / s.ranks
     own = part.share * (s.lora.parameters - s.lora.routed * (1 - 1 / s.expert_parallel))
     weights = part.whole * s.size
@@ -437,15 +438,23 @@ def lora_moments(
         weights = (part.shard + gathered(s, part, sizes.tied)) * s.size
     if embeds_on_host(sizes, s):
         weights -= part.embedding * s.size
-    weights += own * s.size + trained * MASTER_BYTES
+    sums, grads = own * 4 * (s.grad_accum_steps > 1), trained * 4
+    if s.sharded:
+        weights += own * s.size + trained * MASTER_BYTES
+    else:
+        weights += own * s.with_master
+        grads = own * (s.size if s.with_master == 4 else 4)
     if s.lora.in_4_bits:  # one matrix at a time has its values, or those of some experts
         from llm_demo.options.four_bits_experts import UNPACKED
 
         of_blocks = [max(sizes.hidden * b.width, min(UNPACKED, b.routed)) for b in sizes.blocks]
         weights += max(of_blocks) * s.size
     optimizer = trained * MOMENT_BYTES[s.optim_state]
-    gradients = own * 4 * (s.grad_accum_steps > 1)
-    return [Moment(weights, optimizer, gradients, activations, loss)]
+    again = s.tokens * passing_bytes(sizes.blocks[0], sizes, s)
+    return [
+        Moment(weights, optimizer, sums, activations, loss),
+        Moment(weights, optimizer, sums + grads, again),
+    ]
 
 
 def deepspeed_moments(

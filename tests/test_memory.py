@@ -106,7 +106,10 @@ def error(result) -> float:
     expected = []
     for peak in peaks(sizes, settings):
         expected.append(sum(gb for name, gb in peak.parts.items() if name not in beside))
-        expected[-1] += embedding_on_device(result, sizes, settings)
+        of_embedding = embedding_on_device(result, sizes, settings)
+        if of_embedding:
+            # then a layer's result and its adapter's were kept: of queries, attention, gradients
+            expected[-1] += of_embedding + 3 * settings.tokens * sizes.hidden * settings.size / GB
         if peak.parts["loss"] and "device_memory_gb" not in result["config"]:
             # logits and their gradient were two tensors then
             expected[-1] += min(4096, settings.tokens) * sizes.vocabulary * settings.size / GB
@@ -215,6 +218,9 @@ def test_a_frozen_embedding_is_in_host_memory_with_activations():
     lora = choose_lora(args_with(lora_rank=16, lora_alpha=32.0, lora_targets="q_proj"), config, {})
     one = Settings(engine="fsdp", ranks=1, sharded=False, lora=lora, **CKPT)
     host, sizes = dataclasses.replace(one, activations_on_host=True), sizes_of(config)
+    # an adapter's weight is half of its master
+    weights = (2 * sizes.parameters + 4 * lora.parameters) / GB
+    assert peaks(sizes, one)[0].parts["weights"] == pytest.approx(weights)
     cases = {
         "untied": (sizes, {}),
         "tied": (sizes._replace(tied=True), {}),
