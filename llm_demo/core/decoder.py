@@ -194,7 +194,7 @@ class Tail(nn.Module):
 
     def forward(self, hidden, index, targets=None, answers=None):
         hidden, weight = self.norm(hidden), self.lm_head.weight
-        cap = self.lm_head.logits_soft_cap
+        cap = getattr(self.lm_head, "logits_soft_cap", None)  # a plain model has no such attribute
         if targets is None:
             return next_tokens(hidden, weight, index)
         if answers is not None:
