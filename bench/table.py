@@ -2,9 +2,12 @@
 
 With names it prints the tables of bench/results/NAME.jsonl (my-box/seed). Without, it updates the
 tables between <!-- table: NAME --> and <!-- end --> in README.md and docs/*.md; --check only fails
-if one of them differs from the results. NAME#toks/s and NAME#peak_mem(G) compare each model's rows
-with its first; NAME#fsdp has one engine's rows in eight columns; NAME#ways is what --measure
-printed, the fastest first."""
+if one of them differs from the results. What may follow a name:
+  #only=REGEX         the rows whose setting matches
+  #sizes              a line for each way, a column for each number of slots per step
+  #toks/s, #peak_mem  each model's rows divided by its first; NAME,NAME: by that of the same file
+  #pp or #fsdp        one engine's rows with the batch in columns of its own
+  #ways               what --measure printed, the fastest first"""
 
 import argparse
 import re
@@ -20,38 +23,100 @@ from llm_demo.machine.files import ROOT
 from llm_demo.machine.process import command
 
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.S)
+# Columns, the most important first: those that are empty, or too wide for the page, are left out.
 HEAD = (
-    "engine", "model", "micro", "GA", "ckpt", "dtype", "T_eff", "step_ms", "comm_ms", "exposed",
-    "waiting", "toks/s", "real/s", "learnt/s", "MFU", "peak_mem(G)", "allocated(G)", "host_mem(G)",
+    "setting", "step_ms", "toks/s", "peak_mem", "T_eff", "host_mem", "learnt/s", "comm_ms",
+    "exposed", "MFU",
 )  # fmt: skip
 QUALITY = ("rank", "bytes sent", "held-out loss at the end", "held-out rows answered exactly")
-WAYS = (
-    "way",
-    "micro_bsz",
-    "GA",
-    "ckpt",
-    "step_ms",
-    "toks/s",
-    "ratio",
-    "peak_mem(G)",
-    "comm_ms",
-    "dtype",
-)
-SHORT = "micro", "GA", "ckpt", "dtype", "step_ms", "comm_ms", "toks/s", "peak_mem(G)"
-OPTIONAL = {
-    "model": 1,
-    "real/s": 0,
-    "learnt/s": 0,
-    "allocated(G)": 0,
-    "host_mem(G)": 0,
-}  # columns left out if they have no more values than this
+WAYS = ("way", "step_ms", "toks/s", "peak_mem", "ratio", "batch", "comm_ms")
+BATCH = ("micro_bsz", "GA", "ckpt", "dtype")
+SHORT = (*BATCH, "step_ms", "toks/s", "peak_mem", "comm_ms")
+MOST_COLUMNS = 8
+
+# Flags in the column "setting", and how they are called there; a flag's value follows.
+SHORT_FLAGS = {
+    "activation_memory_budget": "budget",
+    "reshard_after_forward": "reshard",
+    "optimizer_on_host": "host",
+    "device_memory_gb": "limit",
+    "activations_on_host": "activations on host",
+    "sequence_parallel": "rows over",
+    "expert_parallel": "experts over",
+    "tensor_parallel": "matrices over",
+    "lora_rank": "LoRA",
+    "base_bits": "bits",
+    "psgd_rank": "PowerSGD",
+    "optim_state": "moments",
+    "no_copy_engines": "NCCL",
+    "schedule": "",  # the value says it
+    "attn_impl": "",
+    "deepspeed_config": "",
+}
 
 COMPARED = {
     "toks/s": ("{:,.0f}", lambda summary: summary["median_slots_per_s"]),
-    "peak_mem(G)": ("{:.1f}", lambda summary: max(store.peaks_of(summary))),
+    "peak_mem": ("{:.1f}", lambda summary: max(store.peaks_of(summary))),
 }
 APPROXIMATE = re.compile("--psgd_rank|--fp8")  # gradients are not those of a plain loop
+ROUGH = "≈"  # marks such a setting
 RETRIED = "*"  # marks the memory of a row whose allocator ran dry after step 3
+
+PAGE = 796  # pixels of a page's text, as forges show it
+PADDING = 27  # pixels of a cell beside its text
+WRAPPED = 240  # pixels of the first column; longer cells take two lines
+WIDTHS = {  # of Helvetica's characters, in thousandths of the font's size; others have 556
+    char: width
+    for width, chars in {
+        222: "'ijl|",
+        278: " !,./:;I[]ft",
+        333: "()-r{}",
+        389: "*",
+        500: "Jckvxyz",
+        584: "+<=>~",
+        667: "&ABEFKLPSTVXYZ",
+        722: "CDHNRUw",
+        778: "GOQ",
+        833: "Mm",
+        889: "%",
+        944: "W",
+    }.items()
+    for char in chars
+}
+
+
+def pixels(text: str, bold: bool = False) -> float:
+    """Estimate the width of a cell's text: marks of links and emphasis take no room, code has a
+    font of its own."""
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text).replace("**", "")
+    code = re.findall("`([^`]*)`", text)
+    plain = re.sub("`[^`]*`", "", text)
+    width = 16 * sum(WIDTHS.get(char, 556) for char in plain) / 1000
+    if bold:
+        width *= 1.08
+    return width + sum(8.2 * len(words) + 6 for words in code)
+
+
+def width_of(columns: list[tuple]) -> float:
+    """Estimate the width of a table. columns: (title, *cells)."""
+    widths = [max([pixels(title, bold=True), *map(pixels, cells)]) for title, *cells in columns]
+    return min(widths[0], WRAPPED) + sum(widths[1:]) + PADDING * len(columns)
+
+
+def markdown(lines) -> str:
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def in_columns(columns: list[tuple]) -> str:
+    """Return a table of (title, *cells); a column for which there is no room is left out."""
+    kept = []
+    for column in columns:
+        if len(kept) < MOST_COLUMNS and width_of([*kept, column]) <= PAGE:
+            kept.append(column)
+    return markdown(zip(*[(title, "---", *cells) for title, *cells in kept], strict=True))
+
+
+# ---------------------------------------------------------------- rows
 
 
 def in_order(results: list[dict]) -> list[dict]:
@@ -60,45 +125,135 @@ def in_order(results: list[dict]) -> list[dict]:
     return sorted(results, key=lambda r: [str(r["row"][k]).rjust(8) for k in order])
 
 
-def line_of(result: dict, env: bool = True, host: bool = False) -> list[str]:
-    """Format a row of the table: medians, and for step_ms also the minimum and the maximum.
+def flags_of(row: dict) -> list[tuple[str, str]]:
+    """(name, value) of a row's flags, without those of data."""
+    found = re.findall(r"--(\w+)((?: (?!--)\S+)*)", row["flags"])
+    return [(name, value.strip()) for name, value in found if name != "tokenizer_name_or_path"]
 
-    env: whether to name the row's environment variables; host: whether to give the host memory."""
-    row, summary = result["row"], result.get("summary", {})
-    notes = [row["data"]] * (row["data"] != "full") + row["flags"].split()
-    notes += row["env"].split() if env else []
-    engine = row["engine"] + (f" ({' '.join(notes)})" if notes else "")
-    head = [
-        engine, Path(row["model"]).name, row["micro"], row["ga"], "FT"[row["ckpt"]], row["dtype"],
-    ]  # fmt: skip
+
+def words_of(row: dict) -> list[str]:
+    """A row's checkpointing, data and flags by their short names."""
+    words = ["ckpt"] if row["ckpt"] else []
+    if row["data"] != "full":
+        words.append(Path(row["data"]).stem)
+    for name, value in flags_of(row):
+        value = re.sub(r"\S*/|\.json$|^rowwise_gw$", "", value)
+        words.append(f"{SHORT_FLAGS.get(name, name)} {value}".strip())
+    if APPROXIMATE.search(row["flags"]):
+        words[-1] += f" {ROUGH}"
+    return words
+
+
+def name_of_model(row: dict) -> str:
+    return re.sub(r"(\d)b", r"\1B", Path(row["model"]).name.removeprefix("qwen3-"))
+
+
+def settings_of(results: list[dict]) -> list[str]:
+    """The settings of rows: model, script, micro-batch size x GA, then what differs from the
+    defaults. The model, variables and the dtype are named if the rows have several."""
+    several = {key: len({r["row"][key] for r in results}) > 1 for key in ("model", "env", "dtype")}
+    settings = []
+    for row in (result["row"] for result in results):
+        head = f"{row['engine']} {row['micro']} x {row['ga']}"
+        if several["model"]:
+            head = f"{name_of_model(row)} {head}"
+        words = [head, *words_of(row)]
+        words += [row[key] for key in ("dtype", "env") if several[key] and row[key]]
+        settings.append(", ".join(words))
+    return settings
+
+
+def legend(results: list[dict]) -> str:
+    """A line that says what the short names of rows stand for."""
+    names = dict.fromkeys(name for r in results for name, _ in flags_of(r["row"]))
+    texts = [f"{SHORT_FLAGS[name]} = `--{name}`" for name in names if SHORT_FLAGS.get(name)]
+    if any(APPROXIMATE.search(r["row"]["flags"]) for r in results):
+        texts.append(f"{ROUGH} = approximate")
+    return f"\n{', '.join(texts)}.\n" if texts else ""
+
+
+def peaks(result: dict) -> str:
+    """A row's memory: of each rank, once if it is the same for all."""
+    summary = result["summary"]
+    found = [f"{peak:.1f}" for peak in store.peaks_of(summary) or ()]
+    if ONE_OF in result["row"]["flags"] or len({*found}) == 1:
+        found = found[:1]
+    if summary.get("late_alloc_retries"):
+        found.append(RETRIED)
+    return " / ".join(found).replace(f" / {RETRIED}", RETRIED)
+
+
+def line_of(result: dict) -> dict[str, str]:
+    """The cells of a row by their titles, without the setting. Times are medians."""
     if result["status"] != "ok":
-        return [*head, "", result["status"], *[""] * (len(HEAD) - len(head) - 2)]
+        return {"step_ms": result["status"]}
+    row, summary = result["row"], result["summary"]
 
     def worst(key):
         return f"{max(summary[key]):.1f}" if any(summary.get(key) or ()) else "n/a"
 
-    def rate(key):
-        return f"{summary[key]:,.0f}" if row["data"] != "full" and key in summary else ""
+    line = {
+        "step_ms": f"{summary['median_step_ms']:.1f}",
+        "toks/s": f"{summary['median_slots_per_s']:,.0f}",
+        "peak_mem": peaks(result),
+        "T_eff": f"{result['config']['global_batch'] * row['seq_len']:,}",
+        "comm_ms": worst("median_comm_ms"),
+        "exposed": worst("median_comm_exposed_ms"),
+        "MFU": f"{summary['mfu']:.1%}" if summary.get("mfu") else "n/a",
+    }
+    if re.search("offload|on_host", row["flags"]) or row["engine"] == "zero":
+        line["host_mem"] = f"{sum(summary.get('peak_host_gb', ())):.1f}"
+    if row["data"] != "full" and "median_label_toks_per_s" in summary:
+        line["learnt/s"] = f"{summary['median_label_toks_per_s']:,.0f}"
+    return line
 
-    ranks = 1 if ONE_OF in notes else None  # the other ranks are this one again
-    peaks, allocated = (
-        " / ".join(f"{m:.1f}" for m in (memory or ())[:ranks])
-        for memory in (
-            store.peaks_of(summary),
-            summary.get("reserved_gb") and summary["peak_mem_gb"],
-        )
-    )
-    low, high = summary["spread_step_ms"]
-    mfu = f"{summary['mfu']:.1%}" if summary.get("mfu") else "n/a"
-    return [
-        *head, f"{result['config']['global_batch'] * row['seq_len']:,}",
-        f"{summary['median_step_ms']:.1f} ({low:.0f}–{high:.0f})", worst("median_comm_ms"),
-        worst("median_comm_exposed_ms"), worst("median_comm_wait_ms"),
-        f"{summary['median_slots_per_s']:,.0f}", rate("median_toks_per_s"),
-        rate("median_label_toks_per_s"), mfu,
-        peaks + RETRIED * bool(summary.get("late_alloc_retries")), allocated,
-        f"{sum(summary.get('peak_host_gb', ())):.1f}" if host else "",
-    ]  # fmt: skip
+
+# ---------------------------------------------------------------- tables
+
+
+def rows(results: list[dict]) -> str:
+    """A line for each result, and the legend."""
+    lines = [line_of(result) for result in results]
+    columns = [("setting", *settings_of(results))]
+    for title in HEAD[1:]:
+        cells = [line.get(title, "") for line in lines]
+        same = title == "T_eff" and len({*cells} - {""}) == 1  # the text names it
+        if {*cells} - {"", "n/a"} and not same:
+            columns.append((title, *cells))
+    return in_columns(columns) + legend(results)
+
+
+def nine(results: list[dict]) -> str:
+    """One engine's rows, with the batch in columns of its own."""
+    lines = []
+    for result in results:
+        row = result["row"]
+        batch = [str(row["micro"]), str(row["ga"]), "FT"[row["ckpt"]], row["dtype"]]
+        lines.append(dict(zip(BATCH, batch, strict=True)) | line_of(result))
+    return in_columns([(title, *(line.get(title, "") for line in lines)) for title in SHORT])
+
+
+def by_size(results: list[dict]) -> str:
+    """A line for each way: thousand slots per second at each number of slots per step, and the
+    memory at the largest. The fastest there is the first."""
+    found, sizes = {}, set()
+    for result in results:
+        size = result["config"]["global_batch"] * result["row"]["seq_len"]
+        words = [result["row"]["engine"], *words_of(result["row"])]
+        found.setdefault(", ".join(words), {})[size] = result
+        sizes.add(size)
+    sizes = sorted(sizes)
+    ways = sorted(found, key=lambda way: -rate(found[way][sizes[-1]]))
+    columns = [("way", *ways)]
+    for size in sizes:
+        cells = [f"{rate(found[way][size]):.0f}" if size in found[way] else "" for way in ways]
+        columns.append((f"{size:,}", *cells))
+    columns.append(("peak_mem", *(peaks(found[way][sizes[-1]]) for way in ways)))
+    return in_columns(columns) + legend(results)
+
+
+def rate(result: dict) -> float:
+    return result["summary"]["median_slots_per_s"] / 1e3
 
 
 def rank_of(result: dict) -> int:
@@ -122,117 +277,124 @@ def way_of(engine: str, flags: str) -> str:
 
 
 def ways(results: list[dict]) -> str:
-    """Return the table of --measure: the fastest first, then rows without a time. step_ms is the
-    median, with the quartiles; ratio is its share of the fastest."""
+    """The table of --measure: the fastest first, then rows without a time. step_ms is the median,
+    with the quartiles; ratio is its share of the fastest."""
     done = [result for result in results if result["status"] == "ok"]
     done.sort(key=lambda result: result["summary"]["median_step_ms"])
     lines = []
     for result in done:
-        row, summary = result["row"], result["summary"]
+        summary = result["summary"]
         step_ms = summary["median_step_ms"]
         low, high = summary["quartiles_step_ms"]
-        columns = summary["row"] | {
-            "way": way_of(row["engine"], row["flags"]),
-            "step_ms": f"{step_ms:.1f} ({low:.1f}–{high:.1f})",
-            "toks/s": f"{summary['median_slots_per_s']:,.0f}",
-            "ratio": f"{step_ms / done[0]['summary']['median_step_ms']:.2f}",
-        }
-        if summary["late_alloc_retries"]:
-            columns["peak_mem(G)"] += f" {RETRIED}"
-        lines.append([str(columns[name]) for name in WAYS])
-    for result in results:
-        if result["status"] != "ok":
-            row = result["row"]
-            batch = [str(row["micro"]), str(row["ga"]), "FT"[row["ckpt"]]]
-            lines.append(
-                [
-                    way_of(row["engine"], row["flags"]),
-                    *batch,
-                    result["status"],
-                    *[""] * 4,
-                    row["dtype"],
-                ]
-            )
+        fastest = done[0]["summary"]["median_step_ms"]
+        lines.append(
+            [
+                f"{step_ms:.1f} ({low:.0f}–{high:.0f})",
+                f"{summary['median_slots_per_s']:,.0f}",
+                peaks(result),
+                f"{step_ms / fastest:.2f}",
+            ]
+        )
+    failed = [result for result in results if result["status"] != "ok"]
+    lines += [[result["status"], "", "", ""] for result in failed]
+    lines = [
+        [
+            ", ".join([r["row"]["engine"], *words_of(r["row"])]),
+            *line,
+            f"{r['row']['micro']} x {r['row']['ga']}",
+            str(r.get("summary", {}).get("row", {}).get("comm_ms", "")),
+        ]
+        for r, line in zip(done + failed, lines, strict=True)
+    ]
     lines = [WAYS, ["---"] * len(WAYS), *lines]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return markdown(
+    text = markdown(
         [cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines
     )
+    return text + legend(results)
+
+
+def compared(files: list[list[dict]], column: str) -> str:
+    """A table of one column of the results: for each model the number of its first row, then the
+    others' divided by that of the same file."""
+    text, number = COMPARED[column]
+    first, shares, names = {}, {}, {}
+    for results in files:
+        base = {}
+        for result in (result for result in results if result["status"] == "ok"):
+            model = name_of_model(result["row"])
+            value = number(result["summary"])
+            way = " ".join(words_of(result["row"] | {"ckpt": False})) or result["row"]["engine"]
+            first.setdefault(model, (way, text.format(value)))
+            names.setdefault(way)
+            if model in base:
+                shares[model, way] = f"{value / base[model]:.2f} x"
+            base.setdefault(model, value)
+    start = next(iter(names))
+    others = [way for way in names if way != start]
+    columns = [("model", *first), (f"{start}: {column}", *(value for _, value in first.values()))]
+    for way in others:
+        columns.append((way, *(shares.get((model, way), "") for model in first)))
+    return in_columns(columns)
+
+
+def chosen(name: str) -> tuple[list[list[dict]], str]:
+    """(the results of each file that a mark names, the view of them)."""
+    names, *views = name.split("#")
+    only = [view.removeprefix("only=") for view in views if view.startswith("only=")]
+    files = []
+    for file in names.split(","):
+        results = store.read(file)
+        if not results:
+            raise UserError(f"no results in {store.file_of(file)}")
+        if only:
+            settings = zip(results, settings_of(results), strict=True)
+            results = [result for result, setting in settings if re.search(only[0], setting)]
+        files.append(results)
+    return files, "".join(view for view in views if not view.startswith("only="))
 
 
 def table(name: str) -> str:
-    """Return the table of a file of results. Those of bench.checkpoints have their own columns."""
-    name, _, column = name.partition("#")
-    results = store.read(name)
-    if not results:
-        raise UserError(f"no results in {store.file_of(name)}")
+    """Return the table of a mark. Those of bench.checkpoints have their own columns."""
+    files, view = chosen(name)
+    results = files[0]
     if "columns" in results[0]:
-        head = list(results[0]["columns"])
-        return markdown([head, ["---"] * len(head), *(r["columns"].values() for r in results)])
+        titles = list(results[0]["columns"])
+        columns = [(title, *(r["columns"][title] for r in results)) for title in titles]
+        if len(columns) > MOST_COLUMNS:  # a column for each result then
+            columns = [*zip(*columns, strict=True)]
+        return markdown(zip(*[(title, "---", *cells) for title, *cells in columns], strict=True))
     if all("--psgd_rank" in result["row"]["flags"] for result in results):
         lines = map(quality_of, sorted(results, key=rank_of))
         return markdown([QUALITY, ["---"] * len(QUALITY), *lines])
-    if column == "ways":
+    if view == "ways":
         return ways(results)
+    if view in COMPARED:
+        return compared([in_order(file) for file in files], view)
     results = in_order(results)
-    if column in COMPARED:
-        return compared(results, column)
-    if column:
-        return short([result for result in results if result["row"]["engine"] == column])
-    env = len({result["row"]["env"] for result in results}) > 1  # the text names a common one
-    host = any(re.search("offload|on_host", result["row"]["flags"]) for result in results)
-    lines = [[str(cell) for cell in line_of(result, env, host)] for result in results]
-    columns = []
-    for title, column in zip(HEAD, zip(*lines, strict=True), strict=True):
-        if len(set(column) - {""}) > OPTIONAL.get(title, -1):
-            columns.append((title, "---", *column))
-    return markdown(zip(*columns, strict=True))
-
-
-def short(results: list[dict]) -> str:
-    """Return a table of one engine's rows, in few columns; a time is the median."""
-    lines = [dict(zip(HEAD, map(str, line_of(result)), strict=True)) for result in results]
-    rows = [[line[title].split(" (")[0] for title in SHORT] for line in lines]
-    return markdown([["micro_bsz", *SHORT[1:]], ["---"] * len(SHORT), *rows])
-
-
-def compared(results: list[dict], column: str) -> str:
-    """Return a table of one column of the results: for each model the number of its first row, then
-    the others' divided by it."""
-    text, number = COMPARED[column]
-    models = {}
-    for result in results:
-        way = [result["row"]["engine"], *result["row"]["flags"].split()][-1]
-        found = models.setdefault(Path(result["row"]["model"]).name, {})
-        if result["status"] == "ok":
-            found[way] = number(result["summary"])
-    first, *others = dict.fromkeys(way for found in models.values() for way in found)
-    lines = [["model", f"{first}: {column}", *others], ["---"] * (2 + len(others))]
-    for model, found in models.items():
-        shares = [f"{found[way] / found[first]:.2f} x" if way in found else "" for way in others]
-        lines.append([model, text.format(found[first]), *shares])
-    return markdown(lines)
-
-
-def markdown(lines) -> str:
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    if view == "sizes":
+        return by_size(results)
+    if view:
+        return nine([result for result in results if result["row"]["engine"] == view])
+    return rows(results)
 
 
 def notes_of(name: str) -> str:
     """Return lines that name the commits of a table's rows, "" if they are not recorded, and what
     its memory is."""
-    results = store.read(name.partition("#")[0])
+    files, _ = chosen(name)
+    results = [result for file in files for result in file]
     ran = [r for r in results if r.get("status", "ok") == "ok"]  # others record no commit
     found = Counter(str(r.get("env", {}).get("revision") or "")[:7] for r in ran)
-    rows = [f"{commit} ({n})" if len(found) > 1 else commit for commit, n in found.items()]
-    text = f"\nMeasured at {', '.join(rows)}." if all(found) else ""
+    commits = [f"{commit} ({n})" if len(found) > 1 else commit for commit, n in found.items()]
+    text = f"\nMeasured at {', '.join(commits)}." if all(found) else ""
     summaries = [r["summary"] for r in results if "summary" in r]
     if all("--psgd_rank" in r["row"]["flags"] for r in results if "row" in r):
         summaries = []  # that table has no memory
     older = [s for s in summaries if not s.get("reserved_gb")]
     if text and older:
-        rows = "" if len(older) == len(summaries) else " of rows without `allocated`"
-        text += f" `peak_mem`{rows} is what was allocated; a card needs more."
+        some = "" if len(older) == len(summaries) else f" of {len(older)} rows"
+        text += f" `peak_mem`{some} is what was allocated; a card needs more."
     if any(s.get("late_alloc_retries") for s in summaries):
         text += f" {RETRIED}: memory ran out after step 3, and the allocator freed its cache."
     return text and f"{text}\n"

@@ -162,7 +162,7 @@ def measure_ways(fitting: list, sizes: Sizes, ask, command_of: Callable) -> None
     earlier = earlier_rows(name, row_of(ways[0], ask), ask.resume)
     print(
         f"{counted(len(ways), 'kind')} of training fit, {min(ask.measure, len(ways))} will be "
-        f"measured at {ask.tokens_a_step:,} tokens a step"
+        f"measured at {ask.tokens_a_step:,} tokens a step in {dtype_name(ask.compute.dtype)}"
     )
     found, done, took = [], [], []
     for choice in ways:

@@ -1,13 +1,11 @@
 """Write the tables of what fits, in docs/fits.md, docs/long.md, docs/adapters.md and the README:
 python docs/make_fits.py
 
-What fits is found by llm_demo/fit.py. Tokens per second come from the rows under bench/results.
-tests/test_fit.py fails when the tables are stale."""
+What fits is found by llm_demo/fit.py. tests/test_fit.py fails when the tables are stale."""
 
 import bisect
 import functools
 import itertools
-import json
 import re
 import sys
 from collections.abc import Sequence
@@ -16,7 +14,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench.run import PEERS  # noqa: E402
 from llm_demo import fit  # noqa: E402
 from llm_demo.machine.device import plan_for  # noqa: E402
 from llm_demo.model.source import load_config  # noqa: E402
@@ -30,7 +27,7 @@ CARDS = {  # (number, kind): head of a column
     (2, "h100"): "2 x H100",
     (2, "h200"): "2 x H200, 141 GB",
 }
-MORE = {  # further columns in docs
+MORE = {  # docs/fits.md has the largest model for these, too
     (2, "rtx3090"): "2 x RTX 3090, 24 GB",
     (2, "a100"): "2 x A100, 80 GB",
     (2, "rx7900xtx"): "2 x RX 7900 XTX, 24 GB",
@@ -38,8 +35,6 @@ MORE = {  # further columns in docs
     (2, "mi300x"): "2 x MI300X, 192 GB",
 }
 TOKENS = 65_536
-# in bench/results/h200-x2, over NVLink
-PRESETS = "teff speed memory zero lora cards cards_ckpt cards_30 fit".split()
 DEVICE, HOST, ADAPTERS = "on the device", "host optimizer", "adapters"
 FOUR_BITS = "adapters, 4 bits"
 RANK = 16  # rank of the adapters
@@ -60,6 +55,7 @@ SHOWN = {  # flags of cells; the others are left out
 }
 HOST_GB = 128  # host memory for each card, in the table of the longest rows
 MARKED = re.compile(r"(<!-- fits -->\n).*?(<!-- end fits -->)", re.S)
+MARKED_MORE = re.compile(r"(<!-- more cards -->\n).*?(<!-- end more cards -->)", re.S)
 LONGEST = re.compile(r"(<!-- longest -->\n).*?(<!-- end longest -->)", re.S)
 
 
@@ -106,49 +102,23 @@ def words_of(flags: dict) -> str:
     return ", ".join(words)
 
 
-def measured(model: str, way: str) -> str:
-    """The highest tokens per second measured in bf16 on two cards, and the settings."""
-    fastest = 0, "–"
-    for preset in PRESETS:
-        file = ROOT / f"bench/results/h200-x2/{preset}.jsonl"
-        for line in file.read_text("utf-8").splitlines() if file.exists() else ():
-            result = json.loads(line)
-            row = result["row"]
-            ours = row["engine"] not in PEERS and result["status"] == "ok"
-            if not ours or row["model"] != f"models/qwen3-{model.lower()}" or row["data"] != "full":
-                continue
-            names = {"optimizer_on_host": HOST, "lora_rank": ADAPTERS}
-            of_row = next((names[n] for n in names if result["config"].get(n)), DEVICE)
-            of_row = FOUR_BITS if result["config"].get("base_bits") == 4 else of_row
-            if row["dtype"] == "bf16" and of_row == way and not row["env"]:
-                speed = round(result["summary"]["median_slots_per_s"])
-                flags = re.sub(r"--(optimizer_on_host|lora_rank \d+)", "", row["flags"]).strip()
-                flags = flags.replace("--", "").replace("reshard_after_forward", "reshard")
-                flags = re.sub(r" *device_memory_gb (\d+)", r", in \1 GiB a card", flags)
-                flags = flags.strip(", ")
-                how = (f"{row['engine']} {row['micro']}", f"GA {row['ga']}", "ckpt" * row["ckpt"])
-                words = ", ".join(filter(None, (*how, flags, "one card" * (row["gpus"] == 1))))
-                fastest = max(fastest, (speed, f"{speed:,} ({words})"))
-    return fastest[1]
-
-
 def table(found: dict) -> str:
-    columns = CARDS | MORE
-    text = f"| model | setting | {' | '.join(columns.values())} | measured on 2 x H200, tokens/s "
-    text += "|\n" + "|---" * (len(columns) + 3) + "|\n"
+    text = (
+        f"| model | setting | {' | '.join(CARDS.values())} |\n" + "|---" * (len(CARDS) + 2) + "|\n"
+    )
     for model in MODELS:
         for way in NAMES:
-            row = [cell(found[model, cards, way]) for cards in columns]
-            text += f"| {model} | {way} | {' | '.join(row)} | {measured(model, way)} |\n"
+            row = [cell(found[model, cards, way]) for cards in CARDS]
+            text += f"| {model} | {way} | {' | '.join(row)} |\n"
     return text
 
 
-def short(found: dict) -> str:
+def short(found: dict, columns: dict) -> str:
     """The largest model that fits on each set of cards."""
-    text = f"| | {' | '.join(CARDS.values())} |\n" + "|---" * (len(CARDS) + 1) + "|\n"
+    text = f"| | {' | '.join(columns.values())} |\n" + "|---" * (len(columns) + 1) + "|\n"
     for way, name in NAMES.items():
         row = []
-        for cards in CARDS:
+        for cards in columns:
             fitting = [model for model in MODELS if found[model, cards, way]]
             row += [f"{m} ({cell(found[m, cards, way])})" for m in fitting[-1:]] or ["–"]
         text += f"| {name} | {' | '.join(row)} |\n"
@@ -174,12 +144,14 @@ def longest(model: str, asked: str, sizes: Sequence[int]) -> str:
 
 
 def long_rows() -> str:
+    """Without the settings: fit prints them."""
     text = f"| model | {' | '.join(CARDS.values())} |\n" + "|---" * (len(CARDS) + 1) + "|\n"
     for model in ("0.6B", "4B", "8B", "14B"):
         row = [
             longest(model, f"--cards {n} --card {kind} --host_memory {n * HOST_GB}", POWERS)
             for n, kind in CARDS
         ]
+        row = [cell.partition(" ")[0] for cell in row]
         text += f"| {model} | {' | '.join(row)} |\n"
     return text
 
@@ -206,13 +178,15 @@ def pages(of_long_rows: bool) -> dict[Path, str]:
         found = cells()
         made = (
             (ROOT / "docs/fits.md", MARKED, table(found)),
-            (ROOT / "README.md", MARKED, short(found)),
+            (ROOT / "docs/fits.md", MARKED_MORE, short(found, MORE)),
+            (ROOT / "README.md", MARKED, short(found, CARDS)),
         )
     plan_for("")  # this machine again
-    return {
-        page: marks.sub(lambda m, new=new: m[1] + new + m[2], page.read_text("utf-8"))
-        for page, marks, new in made
-    }
+    texts = {}
+    for page, marks, new in made:
+        text = texts.get(page) or page.read_text("utf-8")
+        texts[page] = marks.sub(lambda m, new=new: m[1] + new + m[2], text)
+    return texts
 
 
 if __name__ == "__main__":

@@ -43,11 +43,9 @@ def row(low, median, high, **summary):
         "quartiles_step_ms": [low, high],
         "median_slots_per_s": 256_000 / median,
         "late_alloc_retries": 0,
-        "row": {
-            "micro_bsz": 2, "GA": 1, "ckpt": "F", "dtype": "FP32", "peak_mem(G)": "1.0 / 1.0",
-            "comm_ms": "3",
-        },
-    }  # fmt: skip
+        "reserved_gb": [1.0, 1.0],
+        "row": {"comm_ms": "3"},
+    }
     return {"status": "ok", "summary": found | summary}
 
 
@@ -72,7 +70,7 @@ def test_a_way_that_fails_is_a_row_and_the_search_goes_on(tmp_path, monkeypatch,
     assert [result["status"] for result in results] == ["failed", "ok"]
     assert results[1]["config"]["max_steps"] == measured.STEPS
     table = (tmp_path / "out/table.md").read_text().splitlines()
-    assert len(table) == 4 and "| failed " in table[3] and "| 2         | 1   | F " in table[2]
+    assert len(table) == 4 and "| failed " in table[3] and "| 2 x 1 " in table[2]
     assert (tmp_path / "out/bars.png").stat().st_size > 10_000
 
     with pytest.raises(UserError, match="has 2 rows: --resume keeps"):
@@ -155,16 +153,16 @@ def test_what_overlaps_is_equal_and_the_simplest_is_recommended():
     assert best is pipeline and why.endswith(", the fastest of those that are exact")
     slow = row(50, 50, 50, late_alloc_retries=2)
     rows = [
-        fast[1] | {"row": {"engine": "fsdp_pp", "flags": "--stages 2"}},
-        slow | {"row": {"engine": "fsdp", "flags": "--psgd_rank 32 --tokenizer_name_or_path x"}},
+        fast[1] | {"row": measured.DEFAULTS | {"engine": "fsdp_pp", "flags": "--stages 2"}},
+        slow | {"row": measured.DEFAULTS | {"flags": "--psgd_rank 32 --tokenizer_name_or_path x"}},
     ]
-    lines = [line.split("|")[1:-1] for line in ways(rows).splitlines()[2:]]
+    lines = [line.split("|")[1:-1] for line in ways(rows).splitlines()[2:4]]
     assert [line[0].strip() for line in lines] == [
-        "fsdp psgd_rank 32 (approximate)",
-        "fsdp_pp stages 2",
+        "fsdp, PowerSGD 32 ≈",
+        "fsdp_pp, stages 2",
     ]
-    assert [line[6].strip() for line in lines] == ["1.00", "2.00"]
-    assert lines[0][7].strip() == "1.0 / 1.0 *"
+    assert [line[4].strip() for line in lines] == ["1.00", "2.00"]
+    assert lines[0][3].strip() == "1.0*" and "PowerSGD = `--psgd_rank`" in ways(rows)
 
 
 def test_a_way_that_should_take_twice_as_long_is_skipped(tmp_path, monkeypatch, capsys):

@@ -9,6 +9,7 @@ from conftest import ROOT
 
 from bench.presets import BALANCED, NO_RESHARD, ONE_OF
 from bench.run import make_parser
+from bench.table import MOST_COLUMNS, PADDING, PAGE, pixels
 from llm_demo import chat, evaluate, export, fit
 from llm_demo.check import __main__ as check
 from llm_demo.core import attention
@@ -201,6 +202,23 @@ def anchors(text):
     """The anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.S), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_no_table_is_cut_off():
+    """With as many lines in a cell as it has words. A forge hides what is wider than the page."""
+    pages = DOCS | {"/README": README}
+    del pages["flags"]
+    for page, text in pages.items():
+        text = re.sub(r"```.*?```", "", text, flags=re.S)
+        for found in re.findall(r"(?:^\|.*\n)+", text, re.M):
+            head, _, *lines = (cells(line) for line in found.splitlines())
+            bold = [[pixels(word, bold=True) for word in title.split()] for title in head]
+            widths = [max(words, default=0) for words in bold]
+            for line in lines:
+                of_line = [max(map(pixels, cell.split()), default=0) for cell in line]
+                widths = [*map(max, widths, of_line)]
+            assert sum(widths) + PADDING * len(head) <= PAGE, (page, head)
+            assert len(head) <= MOST_COLUMNS, (page, head)
 
 
 def test_the_index_links_to_every_page_and_pages_are_short():
