@@ -22,14 +22,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from llm_demo import memory
-from llm_demo.core.decoder import fused
+from llm_demo.core.decoder import fused, of_router
 from llm_demo.core.experts import _multiply, grouped_product, looped_product
 from llm_demo.model.adapters import choose_lora
 from llm_demo.model.costs import sizes_of
 from llm_demo.model.four_bits_base import write_base
 from llm_demo.model.low_bits import BESIDE
 from llm_demo.model.source import load_config
-from llm_demo.model.weights_files import as_in_files, open_weights
+from llm_demo.model.weights_files import by_matrix, open_weights
 from llm_demo.options import four_bits_experts
 from llm_demo.options.four_bits_experts import FourBitsOfExperts
 from llm_demo.options.four_bits_library import quantised
@@ -40,9 +40,9 @@ def rounded(model):
     """What 4 bits make of a model's layers and of each matrix of an expert, by bitsandbytes."""
     for key, p in model.named_parameters():
         layer = model.get_submodule(key.rpartition(".")[0])
-        linear = isinstance(layer, nn.Linear) and len(p) > 1 and p.ndim == 2
+        linear = isinstance(layer, nn.Linear) and len(p) > 1 and not of_router(key)
         if ".layers." in key and (linear or fused(key)) and p.shape[-1] % 64 == 0:
-            for matrix in as_in_files(key, p.data).values():
+            for matrix in by_matrix(key, p.data).values():
                 matrix.copy_(nearest(matrix))
 
 

@@ -2,16 +2,21 @@
 with transformers' own forward, one document at a time. test_windows.py has documents beyond the
 window on each backend, test_whole.py folders with images."""
 
+import functools
 import sys
 
 import pytest
+import test_four_bits_experts as four_bits
+import test_lora as lora
+import test_parity as parity
 import torch
 import torch.nn.functional as F
 from conftest import ZERO, run, slow
 from test_families import IDS, LAYERS, cases
 from test_loss import case, set_chunk_rows  # noqa: F401
 from test_parity import SIZES, assert_equal, shake, train, write_models
-from transformers import Gemma4TextConfig, Gemma4UnifiedTextConfig
+from tiny_tokenizer import packs_of
+from transformers import AutoModelForCausalLM, Gemma4TextConfig, Gemma4UnifiedTextConfig
 
 from llm_demo.core.loss import cross_entropy_sum, score
 from llm_demo.core.rows import label_positions
@@ -62,10 +67,11 @@ def work(tmp_path_factory):
     return folder, write_models(folder, MODELS, change)
 
 
+RESHARD = ["--reshard_after_forward"]
 SHARES = ["--tensor_parallel", "2"]
 SCRIPTS = [
     ("fsdp", 1, list(MODELS), 8, []),
-    slow("fsdp", 2, list(MODELS), 4, ["--reshard_after_forward"]),
+    slow("fsdp", 2, list(MODELS), 4, RESHARD),
     ("fsdp", 2, ["31b", "26b"], 8, SHARES),
     slow("fsdp", 2, ["26b"], 4, ["--expert_parallel", "2"]),
     slow("fsdp", 2, list(MODELS), 8, ["--sequence_parallel", "2"]),
@@ -85,6 +91,63 @@ def test_equals_plain_loop(script, n, names, rows, flags, work, tmp_path):
             for buffer in [key for key in rank["params"] if key.endswith("layer_scalar")]:
                 del rank["params"][buffer]
         assert_equal(losses, ranks, expected[name.removesuffix("-out")], later=LATER)
+
+
+# ---------------------------------------------------------------- adapters
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """(folder of models whose rows are whole blocks of 4 bits, (model, whether its values are
+    those of 4 bits) -> PEFT's results)."""
+    folder = tmp_path_factory.mktemp("adapted")
+    models, tokenizer = parity.smaller_vocabulary(MODELS, folder / "tokenizer")
+    parity.write_rows(folder / "data.jsonl")
+    packs = packs_of(str(folder / "data.jsonl"), tokenizer, seq_len=parity.SEQ_LEN)
+    for name, config in models.items():
+        config.intermediate_size = 128
+        if name == "26b":
+            config.moe_intermediate_size = 64
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for key, p in model.named_parameters():
+                change(key, p)
+        for place in (folder, folder / "values"):
+            model.save_pretrained(place / name)
+            tokenizer.save_pretrained(place / name)
+            four_bits.rounded(model)
+
+    @functools.cache
+    def expected(name, in_4_bits):
+        model = lora.with_peft(folder / "values" if in_4_bits else folder, name, "all-linear")
+        found = parity.plain_loop(model, packs)
+        found["grads"] = [lora.by_our_names(model, step) for step in found["grads"]]
+        return found | {"params": lora.by_our_names(model, found["params"])}
+
+    return folder, expected
+
+
+FOUR_BITS = ["--base_bits", "4"]
+ADAPTED = [  # (script, processes, {case: (model, micro, accumulation, further flags)})
+    ("fsdp", 1, {"12b": (4, 2, FOUR_BITS), "26b": (8, 1, ["--use_activation_checkpointing"])}),
+    slow("fsdp", 2, {"31b": (2, 2, FOUR_BITS), "26b": (4, 1, [*FOUR_BITS, *RESHARD])}),
+    slow("fsdp_pp", 2, {"31b": (2, 4, []), "26b": (4, 2, FOUR_BITS)}),
+    slow("fsdp", 2, {"26b": (4, 2, SHARES), "12b": (4, 2, ["--sequence_parallel", "2"])}),
+]
+
+
+@pytest.mark.parametrize("script, n, wanted", ADAPTED)
+def test_adapters_equal_peft(script, n, wanted, adapted, tmp_path):
+    """On everything but routers: the experts and the network beside them."""
+    folder, expected = adapted
+    argv = {}
+    for name, (micro, accum, more) in wanted.items():
+        how = ["--lora_rank", str(lora.RANK), "--lora_alpha", str(lora.ALPHA), *more]
+        argv[name] = parity.argv(folder, name, micro, accum, *how)
+    for name, (losses, ranks) in train(tmp_path, script, n, argv).items():
+        found = expected(name, "--base_bits" in wanted[name][-1])
+        assert_equal(losses, ranks, found, later=5 * parity.TOLERANCE)
 
 
 # ---------------------------------------------------------------- the cap

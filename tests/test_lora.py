@@ -30,15 +30,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.checkpoints import tensors
 from fsdp.pieces import use_pieces
-from llm_demo.core.decoder import FUSED, Blocks
+from llm_demo.core.decoder import Blocks
 from llm_demo.core.errors import UserError
-from llm_demo.model.adapters import choose_lora
+from llm_demo.model.adapters import choose_lora, peft_targets
 from llm_demo.model.weights_files import open_weights, refuse_other_adapters
 from llm_demo.options import lora
 from llm_demo.options.four_bits import FourBits
 from llm_demo.options.four_bits_library import quantised
 from llm_demo.options.fp8 import RecipeLinear
-from llm_demo.options.lora import Factor, Lora, LoraLinear
+from llm_demo.options.lora import Factor, Lora, LoraLinear, factors_of
 from llm_demo.run.export_run import export
 
 RANK, ALPHA = 6, 32  # a rank that no number of processes divides
@@ -86,9 +86,10 @@ def with_peft(folder, name, targets=None):
     how = {"target_modules": targets or TARGETS[name]}
     if targets:
         base.config._experts_implementation = "eager"
-        targets = lora_of(base.config, targets, RANK).targets
-        how["target_modules"] = [name for name in targets if name not in FUSED]
-        how["target_parameters"] = [f"mlp.experts.{name}" for name in targets if name in FUSED]
+        facts = lora_of(base.config, targets, RANK).facts()
+        shapes = {name: tuple(p.shape) for name, p in base.named_parameters()}
+        factors = factors_of(facts, shapes)
+        how["target_modules"], how["target_parameters"] = peft_targets(factors)
     elif how["target_modules"] != "all-linear":
         how["target_modules"] = how["target_modules"].split(",")
     how = LoraConfig(r=RANK, lora_alpha=ALPHA, task_type="CAUSAL_LM", **how)

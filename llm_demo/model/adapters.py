@@ -2,11 +2,12 @@
 
 import functools
 import math
+import re
 from collections.abc import Callable, Container
 
 import torch
 
-from llm_demo.core.decoder import FUSED, fused, refuse_non_finite, skeleton
+from llm_demo.core.decoder import fused, refuse_non_finite, skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
 from llm_demo.data.codec import stop_tokens
@@ -247,6 +248,8 @@ def peft_targets(factors: dict[str, torch.Tensor]) -> tuple[list[str], list[str]
     """What PEFT's LoraConfig calls the matrices of these factors: (target_modules,
     target_parameters)."""
     modules = [n.split(".")[-3] for n in factors if n.endswith(".lora_A.weight")]
-    experts = {target_of(n.removesuffix("_lora_A")) for n in factors if n.endswith("_lora_A")}
-    parameters = [f"mlp.experts.{kind}" for kind in FUSED if kind in experts]
-    return list(dict.fromkeys(modules)), parameters or None
+    parameters = []  # within a block
+    for name in factors:
+        if name.endswith("_lora_A"):
+            parameters.append(re.sub(r".*\.layers\.\d+\.", "", name.removesuffix("_lora_A")))
+    return list(dict.fromkeys(modules)), list(dict.fromkeys(parameters)) or None

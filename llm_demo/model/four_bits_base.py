@@ -16,7 +16,7 @@ from llm_demo.machine.device import dtype_name
 from llm_demo.machine.dist import once_per_node, same_on_all_nodes
 from llm_demo.machine.files import build, cache_folder, hash_of, verified
 from llm_demo.machine.text import blame, layer_kinds, progress
-from llm_demo.model.weights_files import as_in_files, fingerprint, weights_in
+from llm_demo.model.weights_files import by_matrix, fingerprint, weights_in
 from llm_demo.options.four_bits import BLOCK
 from llm_demo.options.four_bits_library import quantise
 from llm_demo.options.lora import quantisable, use_four_bits
@@ -91,7 +91,7 @@ def write_base(source, seed: int, device: torch.device, folder: str) -> None:
         tensors, name = {}, f"model.layers.{i}"
         block = materialise(lm, name, source.weights, seed, device)
         for key, p in quantisable(block, prefix=name).items():
-            for path, values in as_in_files(key, p.detach()).items():
+            for path, values in by_matrix(key, p.detach()).items():
                 if values.shape[1] % BLOCK:
                     continue
                 with blame(f"bitsandbytes can't quantise {path}", RuntimeError):

@@ -1,7 +1,7 @@
 """Weights in files: a folder's safetensors, read in part, and adapters, with what they belong to.
 
 Hugging Face's files have a tensor for each matrix of each expert. In memory, and in the files of
-Qwen3.5 as published, all experts of a block are fused. All other tensors have one name.
+Qwen3.5 and Gemma 4 as published, all experts of a block are fused. All other tensors have one name.
 
     in memory                               in the files, for each expert e
     ….mlp.experts.gate_up_proj [E, 2I, H]   ….mlp.experts.e.gate_proj.weight [I, H], then up_proj
@@ -41,7 +41,7 @@ FLOATS = {
     "BF16": torch.bfloat16,
 }
 NUMBERED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # Mixtral's matrices of experts
-EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 class Matrix(NamedTuple):
@@ -55,7 +55,7 @@ class Matrix(NamedTuple):
 
 def matrices(name: str, shape: tuple) -> list[Matrix]:
     """What a fused parameter of this shape consists of; [] for any other."""
-    if not fused(name) or ".mlp." not in name:  # Gemma 4's files have them as they are in memory
+    if not fused(name):
         return []
     experts, _, kind = name.rpartition(".")
     size = shape[1] // len(FUSED[kind])
@@ -83,8 +83,18 @@ def in_memory(files: dict[str, tuple]) -> dict[str, tuple]:
     return shapes
 
 
+def fused_in_files(name: str) -> bool:
+    """Whether files have a parameter of experts as it is in memory. Those of Gemma 4 do."""
+    return fused(name) and ".mlp." not in name
+
+
 def as_in_files(name: str, t: torch.Tensor) -> dict[str, torch.Tensor]:
     """{name in the files: view} of all that a parameter consists of."""
+    return {name: t} if fused_in_files(name) else by_matrix(name, t)
+
+
+def by_matrix(name: str, t: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The same of files with a tensor for each matrix of each expert."""
     return {m.name: t[m.expert, m.rows] for m in matrices(name, t.shape)} or {name: t}
 
 
@@ -93,7 +103,8 @@ def in_files(wanted: dict[str, tuple], as_they_are: Iterable[str] = ()) -> dict[
     that are in them as they are in memory."""
     names = {}
     for name, shape in wanted.items():
-        parts = [] if name in as_they_are else matrices(name, shape)
+        whole = name in as_they_are or fused_in_files(name)
+        parts = [] if whole else matrices(name, shape)
         names |= {part.name: part.shape for part in parts} or {name: shape}
     return names
 
