@@ -58,7 +58,7 @@ def experts_of(name, product="looped", dtype=torch.float64):
     ours.experts.config = copy.deepcopy(config)
     ours.experts.config._experts_implementation = f"sorted_{product}"
     ours.gate.float()
-    return theirs, ours, Routers([Block(ours)])
+    return theirs, ours, Routers([Block(ours)], [ours.gate])
 
 
 def adapted(experts, rank=6):

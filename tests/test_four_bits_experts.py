@@ -40,7 +40,8 @@ def rounded(model):
     """What 4 bits make of a model's layers and of each matrix of an expert, by bitsandbytes."""
     for key, p in model.named_parameters():
         layer = model.get_submodule(key.rpartition(".")[0])
-        linear = isinstance(layer, nn.Linear) and len(p) > 1 and not of_router(key)
+        linear = isinstance(layer, nn.Linear) and p.ndim == 2 and len(p) > 1
+        linear = linear and not of_router(key)
         if ".layers." in key and (linear or fused(key)) and p.shape[-1] % 64 == 0:
             for matrix in by_matrix(key, p.data).values():
                 matrix.copy_(nearest(matrix))

@@ -13,13 +13,16 @@ import torch
 import torch.nn.functional as F
 from conftest import ZERO, run, slow
 from test_families import IDS, LAYERS, cases
+from test_labels import call, call_and_answer, chat, one
 from test_loss import case, set_chunk_rows  # noqa: F401
 from test_parity import SIZES, assert_equal, shake, train, write_models
-from tiny_tokenizer import packs_of
+from tiny_tokenizer import golden, make_tokenizer, packs_of
 from transformers import AutoModelForCausalLM, Gemma4TextConfig, Gemma4UnifiedTextConfig
 
 from llm_demo.core.loss import cross_entropy_sum, score
 from llm_demo.core.rows import label_positions
+from llm_demo.data import reasons
+from llm_demo.data.turns import Record
 
 CAP = 1.5  # so far below the largest logits that they are bent
 LATER = 3e-5  # of gradients after the first step, see test_parity.py
@@ -199,3 +202,53 @@ def test_the_kernel_caps_logits():
     pytest.importorskip("triton")
     done = run([sys.executable, "-c", KERNEL], fresh=True, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
+
+
+# ---------------------------------------------------------------- labels
+
+# Of the form of Gemma 4's: a tool's result goes on with the model's turn, a call ends with the
+# token that a result begins with, and reasoning is a channel, which stands before calls alone.
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ 'response:' + m.content + ';' }}"
+    "{% else %}{% if loop.first or loop.previtem.role != 'tool' %}"
+    "{{ '<S>' + {'assistant': 'model'}.get(m.role, m.role) + '\n' }}{% endif %}"
+    "{% if m.reasoning_content and m.tool_calls %}"
+    "{{ '<|channel>thought\n' + m.reasoning_content + '\n<channel|>' }}{% endif %}"
+    "{% for c in m.tool_calls or [] %}{{ 'call:' + c.function.name }}{% endfor %}"
+    "{{ m.content + ('<P>' if m.tool_calls else '<E>\n') }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role != 'tool' %}{{ '<S>model\n' }}"
+    "{% if enable_thinking %}{{ '<|channel>thought\n' }}{% endif %}{% endif %}"
+)
+# the 26B's and 31B's later ones ask for answers without reasoning by an empty block
+CLOSES = TEMPLATE.replace("{% if enable", "{% if not enable").replace(
+    "thought\n' }}", "thought\n<channel|>' }}"
+)
+ASKED = "<S>user\nhi<E>\n<S>model\n"
+THINKS = {"enable_thinking": True}
+THOUGHT = "<|channel>thought\n"
+REASONED = call(reasoning_content="r")
+ANSWERED = Record([*REASONED.messages, *call_and_answer().messages[2:], *chat("b", "c").messages])
+BEHIND = "response:7;⟦so<E>⟧\n<S>user\nb<E>\n<S>model\n⟦c<E>⟧\n"
+LABELS = {
+    "two turns": (chat("hi", "yo", "b", "c"),
+                  ASKED + "⟦yo<E>⟧\n<S>user\nb<E>\n<S>model\n⟦c<E>⟧\n"),
+    "a call": (call(), ASKED + "⟦call:f<P>⟧"),
+    "a call, its result and an answer": (call_and_answer(),
+                                         ASKED + "⟦call:f<P>⟧response:7;⟦so<E>⟧\n"),
+    "reasoning before a call": (REASONED, f"{ASKED}⟦{THOUGHT}r\n<channel|>call:f<P>⟧"),
+    "the same, and more turns": (ANSWERED, f"{ASKED}⟦{THOUGHT}r\n<channel|>call:f<P>⟧{BEHIND}"),
+    "asked to reason": (REASONED._replace(chat_template_kwargs=THINKS),
+                        f"{ASKED}{THOUGHT}⟦r\n<channel|>call:f<P>⟧"),
+    "reasoning that is dropped": (chat("hi", "yo", reasoning_content="r"), reasons.NO_REASONING),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, CLOSES])
+@pytest.mark.parametrize("name", LABELS)
+def test_labels(name, template):
+    record, expected = LABELS[name]
+    if expected != reasons.NO_REASONING:
+        expected = golden(expected)
+    if template == CLOSES and record.chat_template_kwargs:
+        expected = golden(f"{ASKED}⟦{THOUGHT}r\n<channel|>call:f<P>⟧")
+    assert one(record, make_tokenizer(template)) == expected

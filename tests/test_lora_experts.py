@@ -152,7 +152,8 @@ def trainers_logits(run, base, ids):
     held = {p.hf_name: p.data for p in lm.parameters() if p.requires_grad}
     assert held.keys() == weights_of(at(run, 4)).keys()
     read_tensors(at(run, 4), held)
-    Routers(blocks_with_experts(lm))
+    blocks = blocks_with_experts(lm)
+    Routers(blocks, [block.mlp.gate for block in blocks])
     cu = torch.tensor([0, ids.numel()], dtype=torch.int32)
     positions = position_ids(cu, ids.shape)
     with torch.no_grad():

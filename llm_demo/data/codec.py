@@ -7,12 +7,14 @@ from tokenizers import Tokenizer
 
 from llm_demo.core.errors import UserError
 
-THINK_PROMPT = re.compile(r"<think>\s*(</think>\s*)?$")
+# At the end of a prompt: what opens a block of reasoning, and perhaps closes it. Gemma 4's is a
+# channel.
+THINK_PROMPT = re.compile(r"(<think>\s*(</think>\s*)?|<\|channel>thought\s*(<channel\|>\s*)?)$")
 STAND_IN = "\ue000"  # stands for a part of a turn, to see where a template puts it
 # What a template raises for conversations it does not support: raise_exception() and undefined
 # names, None added to a string, the first of no messages; and arguments nested too deeply.
 REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
-CLOSED_BLOCK = re.compile(r"<think>\s*</think>\s*$")  # at the end of a prompt: do not reason
+CLOSED_BLOCK = re.compile(r"(<think>\s*</think>|<\|channel>thought\s*<channel\|>)\s*$")  # likewise
 
 
 class Codec:

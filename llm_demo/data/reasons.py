@@ -27,7 +27,7 @@ RENDERED = (
 
 # What is said of turns that are learnt.
 UNOPENED = (
-    "the chat template writes them without the <think> that its generation prompt holds, so the "
+    "the chat template writes them without the block of reasoning that its prompt holds, so the "
     "model is asked with another prompt than it is trained with"
 )
 WITH_REASONING = (

@@ -38,6 +38,7 @@ REASONING_TEXT = re.compile(
     r"<think>(.*?)</think>|(.*?)(?:(?<=\n)</think>|</think>(?=\n|$))", re.DOTALL
 )
 TAG = re.compile(r"\s*(?:[<[][^\s>\]]*[>\]])?\s*")  # what a template puts around reasoning
+NAMED_TAG = re.compile(r"\s*(?:[<[][^\s>\]]*[>\]]\w*)?\s*")  # and before it: a channel's name
 SPACE = re.compile(r"\s*")
 
 
@@ -271,10 +272,11 @@ def _answer_in(body: str, message: dict) -> int | None:
     calls = message.get("tool_calls", [])
     at = 0
     if reasoning:
-        at = TAG.match(body).end()
-        if not body.startswith(reasoning, at):
+        begins = [tag.match(body).end() for tag in (TAG, NAMED_TAG)]
+        places = [place for place in begins if body.startswith(reasoning, place)]
+        if not places:
             return None
-        at = TAG.match(body, at + len(reasoning)).end()
+        at = TAG.match(body, places[0] + len(reasoning)).end()
     elif EMPTY_THINK.match(body):  # the row has it too
         at = EMPTY_THINK.match(body).end()
     rest = body[at:].strip()
