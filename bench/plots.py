@@ -4,22 +4,24 @@ Draws bench/results/NAME.jsonl as bench/plots/NAME.png: throughput, peak memory 
 time is spent, one bar a row. If the rows differ only in engine, flags, micro-batch size and
 gradient accumulation, throughput is drawn as curves over slots per step, with a ring where one
 passes FSDP's. Several files with commas between them become one picture, named after the first: a
-panel of bars for each file, as for links of different speed. --check fails if a picture was drawn
-from other results."""
+panel of bars for each file, as for links of different speed, at the least and at the most slots per
+step. Hatched bars are approximate. --check fails if a picture was drawn from other results."""
 
 import argparse
 import hashlib
 import json
 import re
+import subprocess
 import textwrap
 from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from bench import store
 from bench.presets import ONE_OF
-from bench.table import in_order
+from bench.table import APPROXIMATE, in_order
 from llm_demo.core.errors import UserError
 from llm_demo.flags.parsing import PlainParser
 from llm_demo.machine.files import ROOT
@@ -30,6 +32,7 @@ PLOTS = ROOT / "bench/plots"
 ENGINES = ("fsdp", "pp", "fsdp_pp", "zero", "torchtitan", "trl")
 COLOR_OF = dict(zip(ENGINES, COLORS[: len(ENGINES)], strict=True))
 STYLES = ("o-", "s--", "^:", "D-.", "v-", "P--", "X:", "*-.")  # of an engine's lines, in turn
+HATCH = "///"  # of bars whose gradients are approximate
 LINKS = {
     "NCCL_P2P_DISABLE=1": "through host memory",
     "NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1": "through sockets",
@@ -174,6 +177,9 @@ def bars(axes, lines: list[tuple[str, dict | None]], title: str, value) -> None:
     rows = [row for _, row in lines if row]
     values = [value(row["summary"]) for row in rows]
     drawn = axes.barh(at, values, 0.72, color=[COLOR_OF[r["row"]["engine"]] for r in rows])
+    for bar, row in zip(drawn, rows, strict=True):
+        if APPROXIMATE.search(row["row"]["flags"]):
+            bar.set(hatch=HATCH, edgecolor="white")
     axes.bar_label(drawn, fmt="%.3g", padding=3)
     axes.set(title=title, xlim=(0, max(values) * 1.15), xticks=[])
 
@@ -240,34 +246,66 @@ def draw_curves(axes, lines: dict[str, list[dict]]) -> None:
 
 
 def draw_links(names: list[str], file: Path) -> None:
-    """Draw the throughput of the engines that all files have: a panel for each file, and the bars
-    at the largest number of slots per step that all files have."""
+    """Draw the throughput of the ways that all files have: a column of panels for each file, a row
+    for the least and one for the most slots per step that all files have."""
     files = list(map(rows_of, names))
     steps = set.intersection(*({*map(slots, rows)} for rows in files))
+    if not steps:
+        raise UserError(f"{', '.join(names)}: no number of slots per step is in all of them")
+    shared = in_common([rows[0] for rows in files])
+    titles = [words(rows[0], [not same for same in shared]) for rows in files]
+    panels = {size: panels_of(names, files, size) for size in sorted({min(steps), max(steps)})}
+    heights = [len(found[0]) + 2 for found in panels.values()]
+    figure = Figure(figsize=(9.5, 1.1 + 0.25 * sum(heights)), layout="constrained")
+    grid = figure.subplots(len(panels), len(files), squeeze=False, height_ratios=heights)
+    rates = [
+        in_thousands(r["summary"]) for found in panels.values() for p in found for r in p.values()
+    ]
+    for row, (size, found) in zip(grid, panels.items(), strict=True):
+        for axes, title, panel in zip(row, titles, found, strict=True):
+            bars(axes, [*panel.items()], title, in_thousands)
+            axes.set(xlim=(0, 1.2 * max(rates)), ylim=(len(panel) - 0.4, -0.6), yticks=[])
+        row[0].set_yticks(range(len(found[0])), [*found[0]])
+        row[0].set_title(
+            f"{size:,} slots per step", loc="left", x=-0.82, fontweight="bold", fontsize=11
+        )
+    figure.suptitle(f"thousand slots/s: {words(files[0][0], shared)}", fontsize=11)
+    explain(figure, [row for rows in files for row in rows])
+    save(figure, file, *names)
+
+
+def panels_of(names: list[str], files: list[list[dict]], size: int) -> list[dict[str, dict]]:
+    """{way: row} of each file, of the ways that all have at this number of slots per step, the
+    fastest in the first file first. Raises UserError if bars would not be comparable."""
     panels = []
     for name, rows in zip(names, files, strict=True):
-        rows = [row for row in rows if slots(row) == max(steps, default=0)]
+        rows = [row for row in rows if slots(row) == size]
         panels.append({way(row): row for row in rows})
         if len(panels[-1]) < len(rows) or not all(in_common(rows)):
             raise UserError(f"{name} has bars that differ in more than engine and flags")
     common = in_all(panels)
     if not common:
         raise UserError(f"{', '.join(names)}: no engine with the same flags is in all of them")
-    common.sort(key=lambda name: -panels[0][name]["summary"]["median_slots_per_s"])
-    shared = in_common([rows[0] for rows in files])
-    figure = Figure(figsize=(9.5, 1.2 + 0.26 * len(common)), layout="constrained")
-    for axes, panel, rows in zip(
-        figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0],
-        panels, files, strict=True,
-    ):  # fmt: skip
-        title = words(rows[0], [not same for same in shared])
-        bars(axes, [(name, panel[name]) for name in common], title, in_thousands)
-    rates = [in_thousands(panel[name]["summary"]) for panel in panels for name in common]
-    axes.set(xlim=(0, 1.2 * max(rates)), ylim=(len(common) - 0.4, -0.6))
-    axes.set_yticks(range(len(common)), common)
-    head = f"thousand slots/s at {max(steps):,} slots per step: {words(files[0][0], shared)}"
-    figure.suptitle(head, fontsize=11)
-    save(figure, file, *names)
+    common.sort(key=lambda way: -panels[0][way]["summary"]["median_slots_per_s"])
+    return [{way: panel[way] for way in common} for panel in panels]
+
+
+def explain(figure: Figure, rows: list[dict]) -> None:
+    """Draw a legend of colors, and in the corner what was measured."""
+    engines = sorted({row["row"]["engine"] for row in rows}, key=ENGINES.index)
+    marks = [Patch(color=COLOR_OF[engine], label=engine) for engine in engines]
+    marks.append(Patch(facecolor="0.8", edgecolor="0.3", hatch=HATCH, label="approximate"))
+    figure.legend(handles=marks, loc="outside lower left", ncols=len(marks), frameon=False)
+    commits = sorted({row["env"]["revision"][:7] for row in rows})
+    text = f"commit {', '.join(map(dated, commits))}, PyTorch {rows[0]['env']['versions']['torch']}"
+    figure.text(0.995, 0.01, text, ha="right", fontsize=9, color="0.4")
+
+
+def dated(commit: str) -> str:
+    """A commit with its date, if the history is here."""
+    command = ["git", "show", "-s", "--format=%cs", commit]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return f"{commit} of {done.stdout.strip()}" if done.returncode == 0 else commit
 
 
 def in_thousands(summary: dict) -> float:

@@ -164,12 +164,18 @@ def settings_of(results: list[dict]) -> list[str]:
 
 
 def legend(results: list[dict]) -> str:
-    """A line that says what the short names of rows stand for."""
+    """A sentence that says what the short names of rows stand for, "" if there are none."""
     names = dict.fromkeys(name for r in results for name, _ in flags_of(r["row"]))
     texts = [f"{SHORT_FLAGS[name]} = `--{name}`" for name in names if SHORT_FLAGS.get(name)]
     if any(APPROXIMATE.search(r["row"]["flags"]) for r in results):
         texts.append(f"{ROUGH} = approximate")
-    return f"\n{', '.join(texts)}.\n" if texts else ""
+    return f"{', '.join(texts)}." if texts else ""
+
+
+def below(*sentences: str) -> str:
+    """The line below a table."""
+    text = " ".join(filter(None, sentences))
+    return f"\n{text}\n" if text else ""
 
 
 def peaks(result: dict) -> str:
@@ -212,7 +218,7 @@ def line_of(result: dict) -> dict[str, str]:
 
 
 def rows(results: list[dict]) -> str:
-    """A line for each result, and the legend."""
+    """A line for each result."""
     lines = [line_of(result) for result in results]
     columns = [("setting", *settings_of(results))]
     for title in HEAD[1:]:
@@ -220,7 +226,7 @@ def rows(results: list[dict]) -> str:
         same = title == "T_eff" and len({*cells} - {""}) == 1  # the text names it
         if {*cells} - {"", "n/a"} and not same:
             columns.append((title, *cells))
-    return in_columns(columns) + legend(results)
+    return in_columns(columns)
 
 
 def nine(results: list[dict]) -> str:
@@ -249,7 +255,7 @@ def by_size(results: list[dict]) -> str:
         cells = [f"{rate(found[way][size]):.0f}" if size in found[way] else "" for way in ways]
         columns.append((f"{size:,}", *cells))
     columns.append(("peak_mem", *(peaks(found[way][sizes[-1]]) for way in ways)))
-    return in_columns(columns) + legend(results)
+    return in_columns(columns)
 
 
 def rate(result: dict) -> float:
@@ -277,8 +283,8 @@ def way_of(engine: str, flags: str) -> str:
 
 
 def ways(results: list[dict]) -> str:
-    """The table of --measure: the fastest first, then rows without a time. step_ms is the median,
-    with the quartiles; ratio is its share of the fastest."""
+    """The table of --measure, and its legend: the fastest first, then rows without a time. step_ms
+    is the median, with the quartiles; ratio is its share of the fastest."""
     done = [result for result in results if result["status"] == "ok"]
     done.sort(key=lambda result: result["summary"]["median_step_ms"])
     lines = []
@@ -311,7 +317,7 @@ def ways(results: list[dict]) -> str:
     text = markdown(
         [cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines
     )
-    return text + legend(results)
+    return text + below(legend(results))
 
 
 def compared(files: list[list[dict]], column: str) -> str:
@@ -379,25 +385,34 @@ def table(name: str) -> str:
     return rows(results)
 
 
-def notes_of(name: str) -> str:
-    """Return lines that name the commits of a table's rows, "" if they are not recorded, and what
-    its memory is."""
-    files, _ = chosen(name)
-    results = [result for file in files for result in file]
+def notes_of(results: list[dict]) -> str:
+    """Return sentences that name the commits of a table's rows, "" if they are not recorded, and
+    what its memory is."""
     ran = [r for r in results if r.get("status", "ok") == "ok"]  # others record no commit
     found = Counter(str(r.get("env", {}).get("revision") or "")[:7] for r in ran)
+    if not all(found):
+        return ""
     commits = [f"{commit} ({n})" if len(found) > 1 else commit for commit, n in found.items()]
-    text = f"\nMeasured at {', '.join(commits)}." if all(found) else ""
+    text = f"Measured at {', '.join(commits)}."
     summaries = [r["summary"] for r in results if "summary" in r]
     if all("--psgd_rank" in r["row"]["flags"] for r in results if "row" in r):
         summaries = []  # that table has no memory
     older = [s for s in summaries if not s.get("reserved_gb")]
-    if text and older:
+    if older:
         some = "" if len(older) == len(summaries) else f" of {len(older)} rows"
         text += f" `peak_mem`{some} is what was allocated; a card needs more."
     if any(s.get("late_alloc_retries") for s in summaries):
         text += f" {RETRIED}: memory ran out after step 3, and the allocator freed its cache."
-    return text and f"{text}\n"
+    return text
+
+
+def footer(name: str, notes: bool) -> str:
+    """The line below a mark's table: what was measured, and short names."""
+    files, view = chosen(name)
+    results = [result for file in files for result in file]
+    measured = notes_of(results) if notes else ""
+    short = "row" in results[0] and view in ("", "sizes")
+    return below(measured, legend(results) if short else "")
 
 
 def render(text: str, notes: bool) -> str:
@@ -405,7 +420,7 @@ def render(text: str, notes: bool) -> str:
     the commits and how many rows were measured at each."""
 
     def made(match: re.Match) -> str:
-        return match[1] + table(match[2]) + notes_of(match[2]) * notes + match[4]
+        return match[1] + table(match[2]) + footer(match[2], notes) + match[4]
 
     return MARKED.sub(made, text)
 
@@ -428,7 +443,7 @@ def main() -> int:
     if args.check and args.names:
         parser.error("--check takes no NAME")
     for name in args.names:
-        print(table(name))
+        print(table(name) + footer(name, notes=False))
     stale = [] if args.names else [p for p in pages() if p.read_text("utf-8") != rendered(p)]
     for page in stale:
         if args.check:

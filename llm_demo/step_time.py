@@ -3,9 +3,8 @@
     micro-batches x (LAUNCH + (tokens of one + OVERHEAD) x FLOPs of a token / FLOP/s)
     + exposed part of communication + exposed part of the host's update
 
-The constants fit the rows of docs/benchmarks.md, ways.md and speed.md (H200, three links) and
-fits.md (H100; tests/test_fit.py). flops: per second, of a card. bandwidth: bytes per second that a
-card receives."""
+The constants fit the rows under bench/results (H200 over three links, H100; tests/test_fit.py).
+flops: per second, of a card. bandwidth: bytes per second that a card receives."""
 
 import json
 from pathlib import Path
