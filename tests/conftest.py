@@ -243,7 +243,7 @@ def run(command, cwd=ROOT, timeout=240, fresh=False, **env):
 def torchrun(processes: int, script, *args, **options):
     """Run a script in so many real processes; fails the test unless it ends well."""
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    done = run([sys.executable, *launch, script, *args], **options)
+    done = run([sys.executable, *launch, script, *args], FORKS_ONLY="1", **options)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     assert "FutureWarning: `torch.distributed" not in done.stderr, done.stderr[-3000:]
     return done

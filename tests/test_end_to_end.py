@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
 
 def launch(kind, folder, *flags, ok=True, **env):
     env = {**SMALL, "GRAD_ACCUM_STEPS": TWO_ACCUM[kind], "PYTHON": sys.executable, **env}
-    done = run(["bash", LAUNCHERS[kind], *flags], cwd=folder, **env)
+    done = run(["bash", LAUNCHERS[kind], *flags], cwd=folder, FORKS_ONLY="1", **env)
     if ok:
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done
