@@ -1,7 +1,7 @@
 """Write a page that compares runs: python -m llm_demo.report RUN [RUN ...] --out FILE.html
 
 RUN is a run's folder, finished or not. The page is one file that includes its charts, loads nothing
-and runs no script. docs/report.md explains each chart."""
+and runs no script. docs/metrics.md explains each chart."""
 
 import io
 import math
