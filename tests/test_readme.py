@@ -180,7 +180,7 @@ def test_the_keys_of_metrics_jsonl_are_those_written():
 def test_the_shapes_of_data_and_the_backends_are_those_there_are():
     formats = set(records.FORMATS)
     assert {row[0].strip("`") for row in table(DOCS["data"], "Keys of a row")} == formats
-    backends = [row[0].strip("`") for row in table(DOCS["attention"], "Backends")]
+    backends = [row[0].strip("`") for row in table(DOCS["check"], "Backends")]
     assert backends == list(attention.IMPLS)
 
 
