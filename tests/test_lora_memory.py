@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from conftest import ROOT
 from test_lora import lora_of
+from torch._functorch._aot_autograd.autograd_cache import check_cacheable
 from transformers import Qwen3Config
 
 from fsdp.pieces import use_pieces
@@ -23,6 +24,7 @@ def test_blocks_share_compiled_code_also_if_long_rows_go_in_pieces(monkeypatch):
     """Compiling takes minutes on a GPU if each block is compiled anew."""
     monkeypatch.setattr("fsdp.pieces.PIECE", 16)
     monkeypatch.setattr("fsdp.pieces.LONG", 32)
+    monkeypatch.setattr("llm_demo.options.lora.LARGE_RESULT", 0)
     config = Qwen3Config(
         vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=2, head_dim=64,
@@ -34,13 +36,22 @@ def test_blocks_share_compiled_code_also_if_long_rows_go_in_pieces(monkeypatch):
     counters = torch._dynamo.utils.counters
     counters.clear()
     hidden, positions = torch.randn(B, S, d, requires_grad=True), torch.arange(S)[None]
+    graphs = []
     documents = make_documents(torch.tensor([0, S]), (B, S), "sdpa", torch.device("cpu"))
     rotary = lm.model.rotary_emb(hidden, positions)
+
+    def keep(graph, example):
+        graphs.append(graph)
+        return graph
+
     for block in lm.model.layers:
         use_pieces(unit := Blocks([block], True))
-        call = torch.compile(unit.forward, backend="eager", dynamic=False)
+        call = torch.compile(unit.forward, backend=keep, dynamic=False)
         hidden = call(hidden, rotary, positions, documents)
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    (graph,) = graphs
+    assert "llm_demo.adapted" in graph.print_readable(print_output=False)
+    check_cacheable(graph)  # else every run would trace and differentiate it again
 
 
 def test_flops_leave_out_the_gradients_of_frozen_weights():

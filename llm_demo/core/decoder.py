@@ -95,8 +95,7 @@ def soft_cap(config) -> float | None:
 
 
 CHOICE = torch.ops.aten.topk.default  # of a token's experts
-# attributes of modules that run autograd functions of their own
-OWN_AUTOGRAD = ("recipe", "cut", "lora_A")
+OWN_AUTOGRAD = ("recipe", "cut")  # attributes of modules that run autograd functions of their own
 
 
 class Blocks(nn.Module):

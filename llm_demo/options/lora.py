@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from llm_demo.core.decoder import FUSED, fused, kept_in_fp32, of_router
 from llm_demo.options.four_bits import FourBits, values_of
@@ -69,49 +68,66 @@ class Factor(nn.Linear):
         return {"weight": values.bfloat16().float()}
 
 
-def _two_products(x, w, a, b):
-    """x [T, K] times w [K, N], plus a [T, R] times b [R, N], in the memory of one result."""
-    return (x @ w).addmm_(a, b)
-
-
-# An operator: where blocks are recomputed, a compiler would compute the two results apart and keep
-# both for what reads the sum. Elsewhere it keeps the sum, and a partitioner with a budget would
-# take an operator that it does not know for cheap. Not a torch.library.custom_op, which takes the
-# host three times as long.
+# Where blocks are recomputed, a compiler would compute a layer's product and its adapter's apart,
+# and keep both for what reads the sum. So the sum is an operator. Elsewhere the compiler keeps the
+# sum, and a partitioner with a budget would take an operator that it does not know for cheap. Not
+# by torch.library.custom_op, which takes the host three times as long.
 LIBRARY = torch.library.Library("llm_demo", "FRAGMENT")
-LIBRARY.define("two_products(Tensor x, Tensor w, Tensor a, Tensor b) -> Tensor")
-LIBRARY.impl("two_products", _two_products, "CompositeExplicitAutograd")
+LIBRARY.define(
+    "adapted(Tensor x, Tensor weight, Tensor? scales, Tensor A, Tensor B, float scale) "
+    "-> (Tensor, Tensor)"
+)
+LIBRARY.define(
+    "adapted_back(Tensor grad, Tensor grad_a, Tensor weight, Tensor? scales, Tensor A) -> Tensor"
+)
 
 
-@torch.library.register_fake("llm_demo::two_products")
-def _(x, w, a, b):
-    return x.new_empty(x.shape[0], w.shape[1])
+def _whole(weight, scales, inputs: int, dtype: torch.dtype):
+    """A weight [N, K], unpacked if it is in 4 bits: scales, inputs: as of `values_of`."""
+    return weight if scales is None else values_of(weight, scales, inputs, dtype)
 
 
-class _Adapted(torch.autograd.Function):
-    """x [T, K] by a frozen weight and its adapter: what is large exists once, in the forward the
-    result, in the backward the gradient of x. scales: of a weight in 4 bits, see `values_of`. A, B,
-    scale: of the adapter."""
+@torch.library.impl(LIBRARY, "adapted", "CompositeExplicitAutograd")
+def _adapted(x, weight, scales, A, B, scale):
+    """(x [T, K] by a frozen weight and its adapter, in the memory of one result [T, N], what B is
+    multiplied by)."""
+    a = (x @ A.T) * scale
+    return (x @ _whole(weight, scales, x.shape[1], x.dtype).T).addmm_(a, B.T), a
 
-    @staticmethod
-    def forward(ctx, x, weight, scales, A, B, scale, x_trains):
-        whole = weight if scales is None else values_of(weight, scales, x.shape[1], x.dtype)
-        a = (x @ A.T) * scale
-        ctx.save_for_backward(x, weight, scales, A, B, a)
-        ctx.scale, ctx.x_trains = scale, x_trains
-        return torch.ops.llm_demo.two_products(x, whole.T, a, B.T)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        x, weight, scales, A, B, a = ctx.saved_tensors
-        grad_a = (grad @ B) * ctx.scale
-        grad_x = None
-        if ctx.x_trains:
-            if scales is not None:
-                weight = values_of(weight, scales, x.shape[1], grad.dtype, grad)
-            grad_x = torch.ops.llm_demo.two_products(grad, weight, grad_a, A)
-        return grad_x, None, None, grad_a.T @ x, grad.T @ a, None, None
+@torch.library.impl(LIBRARY, "adapted_back", "CompositeExplicitAutograd")
+def _adapted_back(grad, grad_a, weight, scales, A):
+    """The gradient of x, in the memory of one result."""
+    return (grad @ _whole(weight, scales, A.shape[1], grad.dtype)).addmm_(grad_a, A)
+
+
+@torch.library.register_fake("llm_demo::adapted")
+def _(x, weight, scales, A, B, scale):
+    return x.new_empty(x.shape[0], B.shape[0]), x.new_empty(x.shape[0], A.shape[0])
+
+
+@torch.library.register_fake("llm_demo::adapted_back")
+def _(grad, grad_a, weight, scales, A):
+    return grad.new_empty(grad.shape[0], A.shape[1])
+
+
+def _keep_for_adapted(ctx, inputs, output):
+    x, weight, scales, A, B, ctx.scale = inputs
+    ctx.save_for_backward(x, weight, scales, A, B, output[1])
+
+
+def _back_of_adapted(ctx, grad, _):
+    x, weight, scales, A, B, a = ctx.saved_tensors
+    grad_a = (grad @ B) * ctx.scale
+    grad_x = None
+    if ctx.needs_input_grad[0]:
+        grad_x = torch.ops.llm_demo.adapted_back(grad, grad_a, weight, scales, A)
+    return grad_x, None, None, grad_a.T @ x, grad.T @ a, None
+
+
+torch.library.register_autograd(
+    "llm_demo::adapted", _back_of_adapted, setup_context=_keep_for_adapted
+)
 
 
 class LoraLinear(RecipeLinear):
@@ -137,15 +153,15 @@ class LoraLinear(RecipeLinear):
 
     def _in_one(self, x: torch.Tensor) -> torch.Tensor:
         """The same in the memory of one result."""
-        out = _Adapted.apply(
+        out, _ = torch.ops.llm_demo.adapted(
             x.flatten(0, -2),
             self.weight,
             getattr(self.recipe, "scales", None),
             self.lora_A.weight,
             self.lora_B.weight,
             self.scale,
-            x.requires_grad,
-        ).unflatten(0, x.shape[:-1])
+        )
+        out = out.unflatten(0, x.shape[:-1])
         return out if self.bias is None else out + self.bias
 
 
