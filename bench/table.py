@@ -12,6 +12,7 @@ if one of them differs from the results. What may follow a name:
 import argparse
 import re
 import sys
+import textwrap
 from collections import Counter
 from pathlib import Path
 
@@ -175,6 +176,7 @@ def legend(results: list[dict]) -> str:
 def below(*sentences: str) -> str:
     """The line below a table."""
     text = " ".join(filter(None, sentences))
+    text = textwrap.fill(text, 110, break_long_words=False, break_on_hyphens=False)
     return f"\n{text}\n" if text else ""
 
 
