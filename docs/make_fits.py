@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT))
 
 from llm_demo import fit  # noqa: E402
 from llm_demo.machine.device import plan_for  # noqa: E402
+from llm_demo.model.costs import sizes_of  # noqa: E402
 from llm_demo.model.source import load_config  # noqa: E402
 
 MODELS = ("0.6B", "1.7B", "4B", "8B", "14B", "32B")
@@ -64,17 +65,18 @@ def cells() -> dict[tuple, fit.Choice | None]:
     found = {}
     for model in MODELS:
         config = load_config(folder(model), 1024)
+        sizes = sizes_of(config)
         for cards, kind in (*CARDS, *MORE):
             words = f"{folder(model)} --cards {cards} --card {kind} --tokens_a_step {TOKENS}"
             ask = fit.parse(words.split())
             lora = [*words.split(), "--lora_rank", str(RANK)]
             four_bits = fit.parse([*lora, "--base_bits", "4"])
-            every = list(fit.choices(config, ask))
+            every = list(fit.choices(config, sizes, ask))
             for way, several in (
                 (DEVICE, [c for c in every if c.way not in ("optimizer_on_host", "fsdp_pp")]),
                 (HOST, [c for c in every if c.way == "optimizer_on_host"]),
-                (ADAPTERS, list(fit.choices(config, fit.parse(lora)))),
-                (FOUR_BITS, list(fit.choices(config, four_bits))),
+                (ADAPTERS, list(fit.choices(config, sizes, fit.parse(lora)))),
+                (FOUR_BITS, list(fit.choices(config, sizes, four_bits))),
             ):
                 choice, fits = fit.best(several, ask)
                 found[model, (cards, kind), way] = choice if fits else None
@@ -133,7 +135,8 @@ def longest(model: str, asked: str, sizes: Sequence[int]) -> str:
         words = f"{folder(model)} {asked} --seq_len {size << 10} --tokens_a_step {size << 10}"
         ask = fit.parse(words.split())
         config = load_config(folder(model), size << 10)
-        return fit.best(list(fit.choices(config, ask, False)), ask)
+        found = fit.choices(config, sizes_of(config), ask, pipeline=False)
+        return fit.best(list(found), ask)
 
     fitting = bisect.bisect_left(sizes, True, key=lambda size: not fastest(size)[1])
     if not fitting:

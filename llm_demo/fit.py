@@ -213,14 +213,14 @@ class Choice(NamedTuple):
         return " ".join(words)
 
 
-def choices(config, ask, pipeline: bool = True) -> Iterator[Choice]:
+def choices(config, sizes: Sizes, ask, pipeline: bool = True) -> Iterator[Choice]:
     """Every setting to consider, whether it fits or not."""
-    sizes = sizes_of(config)
-    found = list(fsdp_settings(config, ask))
+    ways = savings(config, ask)
+    found = list(fsdp_settings(config, ask, ways))
     if pipeline and ask.cards % 2 == 0:
-        found += pipeline_settings(config, ask)
+        found += pipeline_settings(config, ask, ways)
     if ask.measure:
-        found += settings_to_measure(config, ask)
+        found += settings_to_measure(config, ask, ways)
     for settings in found:
         for batch in with_batches(ask, settings):
             yield choice_of(sizes, ask, batch)
@@ -258,8 +258,8 @@ def savings(config, ask) -> list[Settings]:
     return found
 
 
-def fsdp_settings(config, ask) -> Iterator[Settings]:
-    """Without the sizes of batches."""
+def fsdp_settings(config, ask, ways: list[Settings]) -> Iterator[Settings]:
+    """Without the sizes of batches. ways: as of `savings`."""
     n_experts, rows, shares = experts_of(config) or 1, [1], [1]
     experts = [n for n in range(1, ask.cards + 1) if ask.cards % n == n_experts % n == 0]
     tested = family_of(config).tested
@@ -274,7 +274,7 @@ def fsdp_settings(config, ask) -> Iterator[Settings]:
     reshards = (False, True) if ask.cards > 1 else (False,)
     hosts = (False,) if ask.lora_rank else (False, True)
     for saving, reshard, host, spread, (over_rows, over_shares) in itertools.product(
-        savings(config, ask), reshards, hosts, experts, of_ranks
+        ways, reshards, hosts, experts, of_ranks
     ):
         yield replace(
             saving,
@@ -286,13 +286,13 @@ def fsdp_settings(config, ask) -> Iterator[Settings]:
         )
 
 
-def pipeline_settings(config, ask) -> Iterator[Settings]:
+def pipeline_settings(config, ask, ways: list[Settings]) -> Iterator[Settings]:
     """Without the sizes of batches. DeepSpeed's pipeline takes no experts, no adapters and no bf16
     moments. FSDP inside a pipeline is considered where it differs: by sharded stages, or
     interleaved."""
     deepspeed = importlib.util.find_spec("deepspeed") and ask.optim_state == "fp32"
     deepspeed = deepspeed and not is_mixture(config) and not ask.lora_rank
-    for saving, stages in itertools.product(savings(config, ask), sorted({2, ask.cards})):
+    for saving, stages in itertools.product(ways, sorted({2, ask.cards})):
         if saving.activations_on_host or stages * 2 > config.num_hidden_layers:
             continue
         ranks = ask.cards // stages
@@ -308,12 +308,12 @@ def pipeline_settings(config, ask) -> Iterator[Settings]:
         yield replace(plain, schedule="interleaved")
 
 
-def settings_to_measure(config, ask) -> Iterator[Settings]:
+def settings_to_measure(config, ask, ways: list[Settings]) -> Iterator[Settings]:
     """Those whose time the rough formula knows too little of to name them unmeasured: copies of the
     model, PowerSGD, fp8, the schedule v and ZeRO. Without the sizes of batches."""
     has_fp8 = is_sm(this_device(), 89) and ask.compute.compile and not is_mixture(config)
     has_fp8 = has_fp8 and qualifies(config.intermediate_size, config.hidden_size, multiple=16)
-    for saving in savings(config, ask):
+    for saving in ways:
         if saving.activations_on_host:
             continue
         if ask.cards > 1:
@@ -547,7 +547,8 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"{ask.model} holds weights in 4 bits: add --lora_rank 16 --base_bits 4")
     if is_hybrid(config):
         ask.assumed = ", with the kernels of fla-core"
-    found = list(choices(config, ask))
+    sizes = sizes_of(config)
+    found = list(choices(config, sizes, ask))
     if not best(found, ask)[1]:
         print(f"error: {nothing(found, config, ask)}", file=sys.stderr)
         sys.exit(1)
@@ -555,7 +556,7 @@ def main(argv: list[str] | None = None) -> None:
         fitting = [choice for choice in found if not lacking(choice, ask)]
         from bench.ways import measure_ways
 
-        measure_ways(fitting, sizes_of(config), ask, lambda choice: line(choice, ask))
+        measure_ways(fitting, sizes, ask, lambda choice: line(choice, ask))
         return
     print(report(found, ask))
 

@@ -38,7 +38,8 @@ def search(ask):
 @functools.cache
 def searched(**asked):
     ask = argparse.Namespace(**asked)
-    return list(fit.choices(config_of(ask.model, ask.seq_len), ask))
+    sizes = sizes_at(ask.model, ask.seq_len)
+    return list(fit.choices(config_of(ask.model, ask.seq_len), sizes, ask))
 
 
 def chosen(*args):
