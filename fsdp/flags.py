@@ -19,7 +19,7 @@ class FsdpArgs:
     )
     reshard_after_forward: bool = flag(
         False,
-        "Gather weights, sum gradients in every micro-batch.",
+        "Gather weights and sum gradients in every micro-batch: less memory, more communication.",
         saves_memory="true, on several processes",
     )
     replicas: str = flag(
@@ -38,8 +38,8 @@ class FsdpArgs:
     )
     activations_on_host: bool = flag(
         False,
-        "Keep blocks' inputs in host memory until their backward, and with adapters in one process "
-        "an embedding that is not tied.",
+        "Keep blocks' inputs in host memory until the backward. With adapters in one process, an "
+        "untied embedding too.",
         saves_memory="true",
     )
     sequence_parallel: int = flag(
@@ -49,15 +49,15 @@ class FsdpArgs:
         saves_memory="2, for long rows on several processes",
     )
     router_bias_update: float = flag(
-        0.0, "How far DeepSeek's bias of experts follows load. 0: it stays.", tags="resume"
+        0.0, "Step by which DeepSeek's biases of experts follow load. 0: fixed.", tags="resume"
     )
     router_aux_loss: float = flag(
         0.0, "Weight of a loss that evens out experts' load.", tags="resume"
     )
     copy_engines: bool | None = flag(
         None,
-        "In 16 bits, gather blocks and exchange gradients by copy engines, not by NCCL's kernels. "
-        "Default: for large blocks over NVLink.",
+        "In 16 bits, gather weights and send gradients by copy engines, not NCCL. Default: for "
+        "large blocks over NVLink.",
     )
 
     def check_processes(self, processes: int) -> None:

@@ -16,19 +16,18 @@ class FsdpPipeArgs(StageArgs):
     schedule: Literal["1f1b", "gpipe", "interleaved", "v"] = flag(
         "1f1b",
         "Order of the work. gpipe: all forwards first, most memory. interleaved: two pieces per "
-        "stage, shorter waits, more transfers. v: the same, out and back, so that no gradient of "
-        "tied embeddings is sent; more memory.",
+        "stage, shorter waits, more transfers. v: two pieces, first and last of the model on "
+        "one stage; more memory.",
     )
     copy_engines: bool | None = flag(
         None,
-        "Send hidden states by the GPUs' copy engines, not by NCCL's kernels. Default: on if "
-        "NVLink connects all GPUs and all processes are on one node.",
+        "Send hidden states by copy engines, not NCCL. Default: on one node whose GPUs NVLink "
+        "connects.",
         saves_memory="false, if copy engines were chosen",
     )
     reshard_after_forward: bool = flag(
         False,
-        "Gather each block's weights in every forward and backward pass instead of once per step: "
-        "less memory, more communication.",
+        "Gather weights in every pass, not once a step: less memory, more communication.",
         saves_memory="true, if stages have several processes",
     )
 
