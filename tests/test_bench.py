@@ -171,6 +171,33 @@ def test_the_tables_are_those_of_the_results():
         assert text.count("\nMeasured at ") == (page.name != "README.md" and tables)
 
 
+def test_a_table_has_the_rows_and_the_columns_that_fit(empty, monkeypatch):
+    summary = {"median_step_ms": 100.04, "median_slots_per_s": 1e4, "mfu": 0.5}
+    for timing in ("comm_ms", "comm_exposed_ms"):
+        summary[f"median_{timing}"] = [1.0, 2.0]
+    for engine, flags, peaks in (
+        ("fsdp", "--reshard_after_forward --fp8 rowwise_gw", [1.0, 1.0]),
+        ("pp", "--schedule dualpipev --tokenizer_name_or_path x", [1.0, 2.0]),
+        ("zero", "--deepspeed_config zero/ds_zero1.json", [3.0, 3.0]),
+    ):
+        row = result_of(engine=engine, micro=8, ga=2, ckpt=True, flags=flags)
+        measured = summary | {"reserved_gb": peaks, "late_alloc_retries": int(engine == "zero")}
+        store.write("x", row | {"summary": measured, "config": {"global_batch": 16}})
+    head, _, *lines = table.table("x").splitlines()
+    assert head == "| setting | step_ms | toks/s | peak_mem | host_mem | comm_ms |"
+    assert lines == [
+        "| pp 8 x 2, ckpt, dualpipev | 100.0 | 10,000 | 1.0 / 2.0 |  | 2.0 |",
+        "| fsdp 8 x 2, ckpt, reshard, fp8 ≈ | 100.0 | 10,000 | 1.0 |  | 2.0 |",
+        "| zero 8 x 2, ckpt, ds_zero1 | 100.0 | 10,000 | 3.0* | 0.0 | 2.0 |",
+    ]
+    legend = "reshard = `--reshard_after_forward`, ≈ = approximate."
+    assert table.footer("x", notes=False) == f"\n{legend}\n"
+    assert table.table("x#only=^pp").count("\n") == 3 and not table.footer("x#only=^pp", False)
+    assert "| zero, ckpt, ds_zero1 | 10 | 3.0* |" in table.table("x#sizes")
+    monkeypatch.setattr(table, "PAGE", 560)
+    assert table.table("x").startswith("| setting | step_ms | toks/s | peak_mem |\n")
+
+
 def test_out_of_memory_names_what_to_lower(ended, capsys):
     flags = ["--micro_batch_size", "4", "--dtype", "fp32"]
     parse = functools.partial(parse_args, "", argv=flags)

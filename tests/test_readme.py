@@ -9,7 +9,7 @@ from conftest import ROOT
 
 from bench.presets import BALANCED, NO_RESHARD, ONE_OF
 from bench.run import make_parser
-from bench.table import MOST_COLUMNS, PADDING, PAGE, pixels
+from bench.table import PADDING, pixels
 from llm_demo import chat, evaluate, export, fit
 from llm_demo.check import __main__ as check
 from llm_demo.core import attention
@@ -217,8 +217,8 @@ def test_no_table_is_cut_off():
             for line in lines:
                 of_line = [max(map(pixels, cell.split()), default=0) for cell in line]
                 widths = [*map(max, widths, of_line)]
-            assert sum(widths) + PADDING * len(head) <= PAGE, (page, head)
-            assert len(head) <= MOST_COLUMNS, (page, head)
+            assert sum(widths) + PADDING * len(head) <= 796, (page, head)
+            assert len(head) <= 8, (page, head)
 
 
 def test_the_index_links_to_every_page_and_pages_are_short():
