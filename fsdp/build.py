@@ -155,12 +155,13 @@ def wrap(lm: PreTrainedModel, args: Args, compute: Compute, embeds: bool) -> Dec
         keeping=compute.attention_kept,
         kept=fused_kernels(compute.attn_impl) if compute.attention_kept else [],
     )
-    if compute.lora:
-        from fsdp.pieces import use_pieces
+    model = DecoderLoss(lm, units, compute.compile, slim=on_host, first=embeds)
+    if compute.lora and args.use_activation_checkpointing:
+        from fsdp.pieces import go_in_pieces, use_pieces
 
         for unit in units:
             use_pieces(unit)
-    model = DecoderLoss(lm, units, compute.compile, slim=on_host, first=embeds)
+        go_in_pieces(model.tail.norm)
     if args.freeze_router:
         model.routers.requires_grad_(False)
     if on_host:

@@ -1,7 +1,8 @@
-"""Feed-forward networks that take long rows in pieces.
+"""Feed-forward networks, and the last norm, that take long rows in pieces.
 
 Recomputed, a network's activations are the largest of a block's: nine times its hidden states in
-Qwen3-8B. In pieces, those of one piece exist at a time, in the forward and in the backward. Only
+Qwen3-8B. The last norm, which is not compiled, takes thirteen times them in its backward. In
+pieces, those of one piece exist at a time, in the forward and in the backward. Only
 over a frozen base: elsewhere states and gradients take most of the memory, and a weight's gradient
 would be summed over pieces."""
 
@@ -23,13 +24,21 @@ def use_pieces(unit: Blocks) -> None:
         if network is None or hasattr(network, "experts"):
             continue
         if any(not p.requires_grad for p in network.parameters()):  # frozen
-            network.__class__ = in_pieces(type(network))
-            network.lists_results, network.has_dropout = unit.list_results_to_keep, unit.dropout
+            go_in_pieces(network, unit.list_results_to_keep, unit.dropout)
+
+
+def go_in_pieces(
+    module: nn.Module, list_results_to_keep: bool = False, dropout: bool = False
+) -> None:
+    """Let a module that computes each token alone take PIECE tokens at a time if it gets more than
+    LONG, and keep only its input for the backward. list_results_to_keep, dropout: as of Blocks."""
+    module.__class__ = in_pieces(type(module))
+    module.lists_results, module.has_dropout = list_results_to_keep, dropout
 
 
 @functools.cache
 def in_pieces(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class of networks of this kind that go in pieces: blocks of one class share compiled
+    """The class of modules of this kind that go in pieces: blocks of one class share compiled
     code."""
 
     class Pieces(kind):

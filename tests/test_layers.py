@@ -77,7 +77,7 @@ CEILINGS = {
     "calls with *name or **name": 95,
     "raise UserError": 265,
     "lines of tests": 24_300,
-    "setattr in tests": 92,
+    "setattr in tests": 94,
 }
 
 

@@ -26,10 +26,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from test_parity import assert_equal, plain_loop, train
 from tiny_tokenizer import packs_of
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from bench.checkpoints import tensors
-from fsdp.pieces import use_pieces
+from fsdp.pieces import go_in_pieces, use_pieces
 from llm_demo.core.decoder import Blocks
 from llm_demo.core.errors import UserError
 from llm_demo.model.adapters import choose_lora, peft_targets
@@ -377,6 +379,24 @@ def test_long_rows_go_through_a_network_in_pieces(monkeypatch):
         found.append(gradient_of(layer, recomputed, hidden))
     assert torch.allclose(*found, rtol=1e-5)
     assert rows[0] == 2 and max(rows[1:]) == 30  # whole rows; then at most a piece at a time
+
+
+def test_a_frozen_norm_keeps_only_the_input_of_long_rows(monkeypatch):
+    """The same bits: each token is computed alone."""
+    monkeypatch.setattr("fsdp.pieces.PIECE", 30)
+    torch.manual_seed(3)
+    hidden, found, kept = torch.randn(2, 50, 8), [], []
+    for long in (200, 60):
+        monkeypatch.setattr("fsdp.pieces.LONG", long)
+        go_in_pieces(norm := Qwen3RMSNorm(8).requires_grad_(False))
+        x, sizes = hidden.clone().requires_grad_(), []
+        with saved_tensors_hooks(lambda t, n=sizes: n.append(t.numel()) or t, lambda t: t):
+            out = norm(x)
+        out.square().sum().backward()
+        found.append((out, x.grad))
+        kept.append(sum(sizes))
+    assert all(torch.equal(*both) for both in zip(*found, strict=True))
+    assert kept[0] > 2 * hidden.numel() and kept[1] == hidden.numel()
 
 
 def test_peft_loads_the_export_with_the_trainers_loss(run_folder, work):

@@ -10,7 +10,6 @@ import torch
 
 from bench.peers import trl
 from bench.peers.trl import flag, read  # noqa: F401  the figures have the same form
-from llm_demo.model.families import experts_of
 
 PACKAGES = "unsloth"
 
@@ -42,9 +41,7 @@ def load(row: dict, config, device: torch.device):
 
     model, words = trl.read_random_model(config, device, read_it)
     if rank:
-        names = ["q", "k", "v", "o", "gate", "up", "down"]
-        if experts_of(config):
-            names.append("gate_up")  # as it calls both matrices of experts
+        names = ("q", "k", "v", "o", "gate", "up", "down")  # of experts too, if there are any
         model = FastLanguageModel.get_peft_model(
             model, r=rank, lora_alpha=32, lora_dropout=0, bias="none",
             target_modules=[f"{name}_proj" for name in names],
