@@ -270,6 +270,16 @@ def _proven():
     ]
 
 
+def _gemma4():
+    """A shape like Gemma 4 12B's with adapters, and 4 of the 60 blocks of 31B, beside TRL; then
+    packed rows."""
+    row = {"seq_len": 4096, "gpus": 1, "steps": 12, "ckpt": True, "micro": 1}
+    whole = {**row, "model": "models/gemma4-31b-4l"}
+    adapters = {**row, "model": "models/gemma4-12b-like", "flags": "--lora_rank 16"}
+    pairs = [{**kind, "engine": engine} for kind in (adapters, whole) for engine in ("fsdp", "trl")]
+    return [*pairs, *({**kind, "data": "packed"} for kind in (adapters, whole))]
+
+
 def _on(gpus):
     """What more than two GPUs have to show: scaling, every way to spread a run over two kinds of
     link at 65k and 131k tokens a step, experts, long rows."""
@@ -413,6 +423,7 @@ PRESETS = {
     "tensor": _tensor(),
     "qwen35": _qwen35(),
     "proven": _proven(),
+    "gemma4": _gemma4(),
     # rows spread over two GPUs, beside torchtitan's context parallelism; then as long as they fit
     "long": [
         {**_LONG, "engine": "fsdp", "steps": 8},

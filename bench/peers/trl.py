@@ -78,6 +78,9 @@ def random_model(config, device: torch.device, dtype: torch.dtype = torch.bfloat
     rotary = type(model.model.rotary_emb)(config)  # its buffers have values
     model = model.to_empty(device=device)
     model.model.rotary_emb = rotary.to(device)
+    for module in model.modules():
+        if module is not model.model.rotary_emb and [*module.buffers(recurse=False)]:
+            model._init_weights(module)  # such as Gemma 4's scales
     model.tie_weights()
     numbers = (torch.randn(1 << 20, device=device) * 0.02).to(dtype)
     with torch.no_grad():
