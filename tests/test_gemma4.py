@@ -2,8 +2,13 @@
 with transformers' own forward, one document at a time. test_windows.py has documents beyond the
 window on each backend, test_whole.py folders with images."""
 
+import copy
 import functools
+import itertools
+import json
 import sys
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import test_four_bits_experts as four_bits
@@ -12,17 +17,38 @@ import test_parity as parity
 import torch
 import torch.nn.functional as F
 from conftest import ZERO, run, slow
+from test_attention import CPU, H100, assert_equals_each_alone
 from test_families import IDS, LAYERS, cases
 from test_labels import call, call_and_answer, chat, one
 from test_loss import case, set_chunk_rows  # noqa: F401
 from test_parity import SIZES, assert_equal, shake, train, write_models
+from test_windows import errors
+from test_windows import expected as of_windows  # noqa: F401
 from tiny_tokenizer import golden, make_tokenizer, packs_of
 from transformers import AutoModelForCausalLM, Gemma4TextConfig, Gemma4UnifiedTextConfig
 
+from llm_demo.core import attention, loss
+from llm_demo.core.errors import UserError
 from llm_demo.core.loss import cross_entropy_sum, score
 from llm_demo.core.rows import label_positions
 from llm_demo.data import reasons
 from llm_demo.data.turns import Record
+from llm_demo.machine import probes
+from llm_demo.model import proof
+from llm_demo.model.check_config import problems_of
+from llm_demo.model.costs import (
+    active_of,
+    flops_of_slot,
+    kinds_of_heads,
+    parameters_of,
+    refuse_shares,
+    sizes_of,
+)
+from llm_demo.model.families import family_of
+from llm_demo.model.model_folder import describe_for_version_4
+from llm_demo.model.source import load_config
+from llm_demo.options import wide_heads
+from llm_demo.run.choices import choose_backends, fused_kernels
 
 CAP = 1.5  # so far below the largest logits that they are bent
 LATER = 3e-5  # of gradients after the first step, see test_parity.py
@@ -252,3 +278,231 @@ def test_labels(name, template):
     if template == CLOSES and record.chat_template_kwargs:
         expected = golden(f"{ASKED}⟦{THOUGHT}r\n<channel|>call:f<P>⟧")
     assert one(record, make_tokenizer(template)) == expected
+
+
+# ---------------------------------------------------------------- backends
+
+
+@pytest.fixture
+def wide_heads_on_a_cpu():
+    """The kernel for wide heads, in plain PyTorch."""
+
+    def weights_of(q, k, cu, scale, window):
+        for start, end in itertools.pairwise(cu.tolist()):
+            at, n = slice(start, end), end - start
+            scores = torch.einsum("qhd,khd->hqk", q[at], k[at]) * scale
+            mask = torch.ones(n, n, dtype=torch.bool).tril().triu(1 - (window or max(n, 1)))
+            yield at, scores.masked_fill(~mask, -torch.inf).softmax(-1)
+
+    def forward_of(q, k, v, cu, longest, scale, window):
+        assert longest >= cu.diff().max() and q.shape == k.shape
+        parts = weights_of(q, k, cu, scale, window)
+        out = torch.cat([torch.einsum("hqk,khd->qhd", p, v[at]) for at, p in parts])
+        sums = len(cu) - 1, q.shape[1], -(-longest // 32) * 32
+        return out, q.new_zeros(sums, dtype=torch.float32)
+
+    def backward_of(grad, q, k, v, out, sums, cu, longest, scale, window):
+        assert out.shape == grad.shape and len(sums) == len(cu) - 1
+        found = []
+        for at, p in weights_of(q, k, cu, scale, window):
+            of_p = torch.einsum("qhd,khd->hqk", grad[at], v[at])
+            of_scores = p * (of_p - (of_p * p).sum(-1, keepdim=True)) * scale
+            of_q = torch.einsum("hqk,khd->qhd", of_scores, k[at])
+            of_k = torch.einsum("hqk,qhd->khd", of_scores, q[at])
+            found.append((of_q, of_k, torch.einsum("hqk,qhd->khd", p, grad[at])))
+        return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+
+    kernels = {"forward_of": forward_of, "backward_of": backward_of}
+    with mock.patch.multiple(wide_heads, **kernels):
+        yield
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("values", [8, 16, 24])
+def test_the_operator_for_wide_heads(values, window, wide_heads_on_a_cpu):
+    how = {} if window is None else {"window": window}
+    bounds = dict(long=None, dtype=torch.float32, rtol=1e-5, atol=1e-6)
+    assert_equals_each_alone("efficient", values, **bounds, **how)
+    (operator,) = fused_kernels("varlen+efficient")[1:]
+    tensors = [torch.randn(9, 2, 16, requires_grad=True) for _ in range(3)]
+    cu = torch.tensor([0, 4, 9, 9], dtype=torch.int32)
+    torch.library.opcheck(operator, (*tensors, cu, 8, 0.5, window))
+
+
+@pytest.mark.parametrize("impl", ["bucketed+math", "math+bucketed_math", "bucketed+efficient"])
+@pytest.mark.parametrize("name", ["gemma4", "gemma4_experts"])
+def test_each_width_of_heads_has_its_backend(name, impl, request, wide_heads_on_a_cpu, monkeypatch):
+    """All numbers, and which backend saw which width."""
+    seen, backends = set(), dict(attention.BACKENDS)
+
+    def noting(backend, which):
+        def attend(q, *args, **kwargs):
+            seen.add((which, q.shape[-1]))
+            return backend(q, *args, **kwargs)
+
+        return attend
+
+    for which, backend in backends.items():
+        monkeypatch.setitem(attention.BACKENDS, which, noting(backend, which))
+    with mock.patch.object(attention, "WIDEST", 16):
+        of_loss, gradient = errors(name, impl, request.getfixturevalue("of_windows"))
+    assert of_loss < 1e-5 and gradient < 1e-4
+    narrow, wide = impl.split("+")
+    assert seen == {(narrow, 16), (wide, 32)}
+
+
+PICKED = [  # (device, dtype, asked, single, chosen, line of wide heads)
+    (H100, torch.bfloat16, "auto", False, "varlen+efficient", "heads of up to 256, not of 512"),
+    (H100, torch.bfloat16, "auto", True, "varlen+sdpa", "attention in heads of 512: sdpa"),
+    (H100, torch.bfloat16, "varlen", False, "varlen+efficient", "heads of 512: efficient"),
+    (H100, torch.float32, "auto", False, "bucketed+efficient", "heads of 512: efficient"),
+    (H100, torch.bfloat16, "math", False, "math", "heads of 512: math (as requested)"),
+    (CPU, torch.float32, "auto", False, "bucketed", "not efficient: has no CPU kernel"),
+]
+
+
+@pytest.mark.parametrize("device, dtype, asked, single, chosen, words", PICKED)
+def test_backends_are_chosen_by_width(device, dtype, asked, single, chosen, words):
+    tried = []
+
+    def probe(*arguments, **more):
+        tried.append(arguments[2:])
+
+    packs = [SimpleNamespace(seq_len=4096, single=single, longest=2000)]
+    args = SimpleNamespace(attn_impl=asked, sequence_parallel=2)
+    impl, lines = choose_backends(
+        args, device, dtype, config=SHAPES["12b"], packs=packs, probe=probe
+    )
+    assert impl == chosen and words in lines[1], lines
+    if device is H100 and chosen.endswith("+efficient"):
+        assert tried[-1] == ("efficient", 8, 1, 512, 512)
+        assert (chosen.partition("+")[0], 8, 4, 256, 256, 1024) in tried
+
+
+def test_no_backend_for_wide_heads_is_one_line():
+    args = SimpleNamespace(attn_impl="efficient", sequence_parallel=1)
+    with pytest.raises(UserError, match="--attn_impl efficient can't run on .*: has no CPU kernel"):
+        choose_backends(args, CPU, torch.float32, config=SHAPES["12b"], packs=[])
+
+
+# ---------------------------------------------------------------- published shapes
+
+PUBLISHED = dict(
+    head_dim=256,
+    global_head_dim=512,
+    attention_k_eq_v=True,
+    final_logit_softcapping=30.0,
+    sliding_window=1024,
+    vocab_size=262_144,
+)
+SHAPES = {
+    "12b": Gemma4UnifiedTextConfig(
+        hidden_size=3840,
+        intermediate_size=15_360,
+        num_hidden_layers=48,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        num_global_key_value_heads=1,
+        **PUBLISHED,
+    ),
+    "31b": Gemma4TextConfig(
+        hidden_size=5376,
+        intermediate_size=21_504,
+        num_hidden_layers=60,
+        num_attention_heads=32,
+        num_key_value_heads=16,
+        num_global_key_value_heads=4,
+        hidden_size_per_layer_input=0,
+        **PUBLISHED,
+    ),
+    "26b": Gemma4TextConfig(
+        hidden_size=2816,
+        intermediate_size=2112,
+        num_hidden_layers=30,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        num_global_key_value_heads=2,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=128,
+        top_k_experts=8,
+        moe_intermediate_size=704,
+        **PUBLISHED,
+    ),
+}
+# parameters and those that a token uses, and 6 times what attention mixes for a token of a
+# document of 4,096: 5 of 6 blocks see 1,024
+COUNTED = {
+    "12b": (11.9e9, 11.9e9, 6 * 16 * (40 * 512 * 1024 + 8 * 1024 * 4096)),
+    "31b": (30.7e9, 30.7e9, 6 * 32 * (50 * 512 * 1024 + 10 * 1024 * 4096)),
+    "26b": (25.2e9, 3.82e9, 6 * 16 * (25 * 512 * 1024 + 5 * 1024 * 4096)),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_published_shapes_are_proven_and_counted(name):
+    config = SHAPES[name]
+    assert not [*problems_of(config)]
+    total, active, mixed = COUNTED[name]
+    assert parameters_of(config) == pytest.approx(total, rel=3e-3)
+    assert active_of(config) == pytest.approx(active, rel=3e-3)
+    assert flops_of_slot(sizes_of(config), 4096) == 6 * active_of(config) + mixed
+    if name != "26b":  # whose experts take ten seconds
+        assert proof.compare(proof.small_copy(config)).adapters is None
+
+
+REFUSED = [
+    (
+        "12b",
+        {"num_kv_shared_layers": 4},
+        "num_kv_shared_layers 4 is not supported: of Gemma 4, E2B",
+    ),
+    ("31b", {"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input 256 is not"),
+    ("31b", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention all is not"),
+    ("26b", {"top_k_experts": 200}, "num_experts_per_tok 200 does not choose from 128 experts"),
+    ("31b", {"final_logit_softcapping": -1.0}, "final_logit_softcapping -1.0 is not a positive"),
+]
+
+
+@pytest.mark.parametrize("name, changes, message", REFUSED)
+def test_what_is_refused(name, changes, message):
+    config = copy.deepcopy(SHAPES[name])
+    vars(config).update(changes)
+    assert message in next(problems_of(config))
+
+
+@pytest.mark.parametrize("n, message", [(4, "does not divide 1, the model's num_key_value_heads")])
+def test_shares_of_both_kinds_of_heads(n, message):
+    with pytest.raises(UserError, match=message):
+        refuse_shares(SHAPES["12b"], n)
+    refuse_shares(SHAPES["31b"], n)
+
+
+def test_servers_find_the_wide_heads(tmp_path):
+    """In the keys of the published configuration, which transformers reads too."""
+    config = copy.deepcopy(SHAPES["31b"])
+    config.dtype = "bfloat16"
+    config.save_pretrained(tmp_path)
+    describe_for_version_4(tmp_path, family_of(config))
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert (written["global_head_dim"], written["num_global_key_value_heads"]) == (512, 4)
+    assert "rope_theta" not in written
+    again = load_config(tmp_path, 4096)
+    assert kinds_of_heads(again) == kinds_of_heads(SHAPES["31b"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu():
+    """The kernel for wide heads, alone and compiled, and the loss of capped logits."""
+    for dtype in ("fp32", "bf16", "fp16"):
+        assert probes.attention(dtype, "efficient", "8", "1", "512", "512", "1000") is None
+        assert probes.compiled(dtype, "efficient") is None
+    logits = torch.randn(37, 262_144, device="cuda") * 30
+    targets = torch.randint(262_144, (37,), device="cuda")
+    wide = logits.double().requires_grad_()
+    plain = F.cross_entropy(30 * (wide / 30).tanh(), targets, reduction="sum")
+    (gradient,) = torch.autograd.grad(plain, wide)
+    found = loss._kernel("cuda")(logits, targets, cap=30.0)
+    torch.testing.assert_close(found.double(), plain, rtol=2e-6, atol=0)
+    torch.testing.assert_close(logits.double(), gradient, rtol=1e-4, atol=1e-6)

@@ -76,7 +76,7 @@ CEILINGS = {
     "text or list times a condition": 0,
     "calls with *name or **name": 95,
     "raise UserError": 265,
-    "lines of tests": 24_300,
+    "lines of tests": 24_900,
     "setattr in tests": 94,
 }
 

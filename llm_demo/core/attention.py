@@ -321,14 +321,12 @@ def _flash_attn(q, k, v, documents, scaling, window):
 
 @of_stream
 def _efficient(q, k, v, documents, scaling, window):
-    groups = q.shape[1] // k.shape[1]  # of which this kernel knows nothing
-    q, k, v = q[None], *(x.repeat_interleave(groups, 1)[None] for x in (k, v))
+    # an operator of options/wide_heads.py; its kernel knows no groups of heads
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
     cu, n = documents.cu_seqlens, documents.max_len
-    causal = 1  # from the top left: queries and keys are as many
-    out, *_ = torch.ops.aten._efficient_attention_forward(
-        q, k, v, None, cu, cu, n, n, 0.0, causal, True, scale=scaling, window_size=window
-    )
-    return out[0]
+    out, _ = torch.ops.llm_demo.attend_wide(q, k, v, cu, n, scaling, window)
+    return out
 
 
 BACKENDS = {

@@ -112,6 +112,14 @@ def fault_of(errors: dict[str, float], bound: float) -> str | None:
 # ---------------------------------------------------------------- attention
 
 
+def load_operators(impls: str) -> None:
+    """Register the operators of backends of attention that have one of their own."""
+    if "varlen_cudnn" in impls.split("+"):
+        from llm_demo.options import long_documents  # noqa: F401
+    if "efficient" in impls.split("+"):
+        from llm_demo.options import wide_heads  # noqa: F401
+
+
 def attention_errors(
     impl: str,
     dtype: torch.dtype,
@@ -125,8 +133,7 @@ def attention_errors(
     heads: as costs.Heads. fused: without SDPA's math kernel, which it takes silently if it refuses
     the fused ones. window: of tokens that a token attends to. Raises RuntimeError if it refuses
     them."""
-    if impl == "varlen_cudnn":
-        from llm_demo.options import long_documents  # noqa: F401  registers its operator
+    load_operators(impl)
     H, KV, D, E = heads
     B, S = 2, 256
     lengths = [256, 256] if impl == "sdpa" else [250, 6, 100, 156]
@@ -202,8 +209,7 @@ def experts(dtype: str, device: str = "cuda") -> str | None:
 
 def compile_errors(impl: str, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
     """Of a compiled block and loss, with a backend of attention, against plain PyTorch in fp32."""
-    if impl == "varlen_cudnn":
-        from llm_demo.options import long_documents  # noqa: F401  registers its operator
+    load_operators(impl)
     # not above: who only chooses does not need them
     from transformers import AutoModelForCausalLM, Qwen3Config
 

@@ -43,8 +43,10 @@ class Compute(NamedTuple):
 
 def decoder_of(config, weights, compute: Compute) -> PreTrainedModel:
     """core.decoder.skeleton with the attention, experts and linear attention that were chosen."""
-    if "varlen_cudnn" in compute.attn_impl.split("+"):
-        from llm_demo.options import long_documents  # noqa: F401  registers its operator
+    if {"varlen_cudnn", "efficient"} & {*compute.attn_impl.split("+")}:
+        from llm_demo.machine.probes import load_operators
+
+        load_operators(compute.attn_impl)
     lm = skeleton(config, compute.attn_impl, weights, compute.product)
     if delta_layers(lm):
         from llm_demo.options.delta import use_rule
@@ -237,7 +239,7 @@ def fused_kernels(impl: str) -> list:
         importlib.import_module("flash_attn.flash_attn_interface")
         names = ["flash_attn._flash_attn_varlen_forward"]
     elif impl == "efficient":
-        names = ["aten._efficient_attention_forward"]
+        names = ["llm_demo.attend_wide"]
     else:
         kinds = ("cudnn", "flash", "efficient")
         names = [f"aten._scaled_dot_product_{kind}_attention" for kind in kinds]
