@@ -86,10 +86,16 @@ def modules() -> str:
         rows += ["", f"**{folder.relative_to(ROOT)}/**: {about}", "", "```"]
         for name in dict.fromkeys([*(CORE if room == "core" else ()), *files]):
             about = ast.get_docstring(ast.parse(files[name].read_text("utf-8"))) or ""
-            sentence = " ".join(about.split("\n\n")[0].split()).split(". ")[0].rstrip(".")
-            rows += textwrap.wrap(f"{name + '.py':26}{sentence}", 114, subsequent_indent=" " * 26)
+            line = f"{name + '.py':26}{short(about)}"
+            rows += textwrap.wrap(line, 114, subsequent_indent=" " * 26)
         rows.append("```")
     return "\n".join(rows[1:]) + "\n"
+
+
+def short(docstring: str) -> str:
+    """The first sentence; of a long one what stands before a colon or semicolon."""
+    sentence = " ".join(docstring.split("\n\n")[0].split()).split(". ")[0].rstrip(".")
+    return sentence if len(sentence) <= 88 else re.split("[:;] ", sentence)[0]
 
 
 def page() -> str:
