@@ -75,7 +75,9 @@ def settings_of_row(result) -> Settings:
     layout = {"replicas": "1", "ranks": args.data_parallel}
     if row["engine"] == "fsdp":
         ranks = args.data_parallel * args.sequence_parallel * args.tensor_parallel
-        copies = getattr(args, "replicas", None) == "all"
+        # a number was data_parallel once
+        several = str(args.data_parallel) if args.data_parallel > 1 else "all"
+        copies = given.get("replicas") in ("all", several)
         layout = {"ranks": 1 if copies else ranks, "sharded": bool(args.fsdp)}
         layout["replicas"] = "all" if copies else "1"
         if not result["summary"].get("reserved_gb"):  # resharding did not sum each micro-batch
