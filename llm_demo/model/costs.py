@@ -232,16 +232,6 @@ def head_size(config) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def rotary_widths(config) -> set[int]:
-    """The parts of the widths of a model's heads that are rotated."""
-    if latent(config):
-        return {config.qk_rope_head_dim}
-    partial = 1.0
-    if family_of(config).partly_rotated:
-        partial = config.rope_parameters.get("partial_rotary_factor", 1.0)
-    return {int(heads.width * partial) for heads in kinds_of_heads(config)}
-
-
 def latent(config) -> bool:
     """Whether keys and values come from a latent vector (multi-head latent attention)."""
     return hasattr(config, "kv_lora_rank")

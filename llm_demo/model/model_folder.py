@@ -18,7 +18,6 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from llm_demo.core.attention import LongRope, rope_type
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
 from llm_demo.data.codec import stop_tokens
@@ -27,7 +26,7 @@ from llm_demo.machine.dist import from_rank0, once_per_node
 from llm_demo.machine.files import write_json
 from llm_demo.machine.process import read_text
 from llm_demo.machine.text import blame, counted, short
-from llm_demo.model.costs import active_of, on_meta, parameters_of, rotary_widths
+from llm_demo.model.costs import active_of, on_meta, parameters_of
 from llm_demo.model.families import Family, family_name, family_of
 from llm_demo.model.source import (
     find_model,
@@ -130,27 +129,7 @@ def open_model(
     if weights:
         shapes = {name: tuple(t.shape) for name, t in lm.state_dict().items()}
         weights.check(shapes, {head} if config.tie_word_embeddings else set())
-    if family_of(config).tested:
-        refuse_bad_frequencies(folder, config, lm)
     return config, weights
-
-
-def refuse_bad_frequencies(folder: Path, config, lm: PreTrainedModel) -> None:
-    """Raise UserError if rope_parameters give other than positive numbers. lm: without memory."""
-    with blame(folder / "config.json"):
-        rotary = LongRope if rope_type(config) == "longrope" else type(lm.model.rotary_emb)
-        rotary, widths = rotary(config), rotary_widths(config)
-        scalings = [value for key, value in vars(rotary).items() if key.endswith("scaling")]
-        least = min(widths)
-        positive = [*rotary.buffers(), *(torch.full((least // 2,), s) for s in scalings)]
-    for values in positive:
-        if rope_type(config) == "proportional":  # whose last ones are zero
-            values = torch.where(values == 0, values[0], values)
-        if 2 * len(values) not in widths or not ((values > 0) & values.isfinite()).all():
-            raise UserError(
-                f"{folder}/config.json: rope_parameters {config.rope_parameters} do not give "
-                f"{least / 2:g} positive frequencies and a positive scaling"
-            )
 
 
 def describe_model(
