@@ -103,7 +103,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("errors")
     one_block = WINDOW | {"model_type": "llama", "num_hidden_layers": 1, "sliding_window": None}
     mrope = {"type": "mrope", "mrope_section": [2, 3, 3]}
-    experts = WINDOW | {"num_key_value_heads": 4, "sliding_window": None}
+    experts = WINDOW | {"num_key_value_heads": 4}
+    del experts["sliding_window"]
     files = {name: text for name, (text, _) in BAD_DATA.items()}
     files |= {f"ds{i}.json": text for i, (_, text, _) in enumerate(SWITCHES)}
     files |= {
@@ -133,6 +134,9 @@ def folder(tmp_path_factory):
     }
     for family in EXPERTS:
         more = {"model_type": family, "first_k_dense_replace": 1}
+        if family == "gemma4_text":
+            more |= {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2}
+            more |= {"moe_intermediate_size": 32, "hidden_size_per_layer_input": 0}
         files[f"{family}/config.json"] = change(experts, **more)
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

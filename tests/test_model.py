@@ -167,7 +167,6 @@ WRONG = [
     (rope(rope_type="zzz"), "the rotary type zzz is not one of default, "),
     (scaling("mrope"), "the rotary type mrope is not one of default, "),
     (rope(**YARN), "config.json: KeyError .*factor"),
-    (rope(**YARN, factor=2.0, attention_factor="x"), "config.json: "),
     # tokenizer
     ({"tokenizer.json": None, "tokenizer_config.json": None, "chat_template.jinja": None},
      "--tokenizer_name_or_path"),
