@@ -93,9 +93,15 @@ def modules() -> str:
 
 
 def short(docstring: str) -> str:
-    """The first sentence; of a long one what stands before a colon or semicolon."""
+    """The first sentence; of a long one its first part, of two words or more."""
     sentence = " ".join(docstring.split("\n\n")[0].split()).split(". ")[0].rstrip(".")
-    return sentence if len(sentence) <= 88 else re.split("[:;] ", sentence)[0]
+    for mark, words in (("[:;] ", 2), (r" \(", 4), (", ", 4)):
+        for match in re.finditer(mark, sentence):
+            first = sentence[: match.start()]
+            if len(sentence) > 60 and len(first.split()) >= words:
+                sentence = first
+                break
+    return sentence
 
 
 def page() -> str:

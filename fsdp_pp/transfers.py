@@ -1,4 +1,4 @@
-"""Sends hidden states, and their gradients, between the pieces of the model."""
+"""Sends hidden states and their gradients between the pieces of the model."""
 
 import itertools
 import os

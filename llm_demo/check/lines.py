@@ -1,4 +1,4 @@
-"""What the lines say of the host, of each GPU and of pairs of them.
+"""Lines on the host, on each GPU and on pairs of GPUs.
 
 A line is (level, name, text, fix); the fix is "" if there is nothing to do."""
 

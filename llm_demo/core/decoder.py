@@ -1,5 +1,5 @@
-"""A Hugging Face decoder built, and loaded or initialised, block by block, so that no process holds
-more than it keeps."""
+"""Builds a Hugging Face decoder, and loads or initialises it block by block, so that no process
+holds more than it keeps."""
 
 import contextlib
 import copy

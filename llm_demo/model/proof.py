@@ -1,4 +1,4 @@
-"""The proof, at a run's start, that a family without a test of its own is trained as transformers
+"""Proves at a run's start that a family without a test of its own is trained as transformers
 computes it.
 
 A small copy of the configuration gets random weights. Its loss and gradients here, on packed
