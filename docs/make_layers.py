@@ -70,7 +70,7 @@ def picture() -> str:
     rows = []
     for i, names in reversed([*enumerate(layers(imports()))]):
         shown = [n.removeprefix("llm_demo.") for n in names if "." in n]  # not what is a package
-        text = textwrap.wrap(", ".join(shown), 114, break_on_hyphens=False)
+        text = textwrap.wrap(", ".join(shown), 88, break_on_hyphens=False)
         rows.append(f"{i}   " + "\n    ".join(text))
     return "```\n" + "\n".join(rows) + "\n```\n"
 
@@ -87,7 +87,7 @@ def modules() -> str:
         for name in dict.fromkeys([*(CORE if room == "core" else ()), *files]):
             about = ast.get_docstring(ast.parse(files[name].read_text("utf-8"))) or ""
             line = f"{name + '.py':26}{short(about)}"
-            rows += textwrap.wrap(line, 114, subsequent_indent=" " * 26)
+            rows += textwrap.wrap(line, 92, subsequent_indent=" " * 26)
         rows.append("```")
     return "\n".join(rows[1:]) + "\n"
 
