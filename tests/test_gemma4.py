@@ -16,7 +16,7 @@ import test_lora as lora
 import test_parity as parity
 import torch
 import torch.nn.functional as F
-from conftest import ZERO, run, slow
+from conftest import ZERO, run, slow, train_cases
 from test_attention import CPU, H100, assert_equals_each_alone
 from test_families import IDS, LAYERS, cases
 from test_labels import call, call_and_answer, chat, one
@@ -25,7 +25,12 @@ from test_parity import SIZES, assert_equal, shake, train, write_models
 from test_windows import errors
 from test_windows import expected as of_windows  # noqa: F401
 from tiny_tokenizer import golden, make_tokenizer, packs_of
-from transformers import AutoModelForCausalLM, Gemma4TextConfig, Gemma4UnifiedTextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma4TextConfig,
+    Gemma4UnifiedTextConfig,
+)
 
 from llm_demo.core import attention, loss
 from llm_demo.core.errors import UserError
@@ -33,6 +38,7 @@ from llm_demo.core.loss import cross_entropy_sum, score
 from llm_demo.core.rows import label_positions
 from llm_demo.data import reasons
 from llm_demo.data.turns import Record
+from llm_demo.evaluate import mean_loss
 from llm_demo.machine import probes
 from llm_demo.model import proof
 from llm_demo.model.check_config import problems_of
@@ -40,15 +46,19 @@ from llm_demo.model.costs import (
     active_of,
     flops_of_slot,
     kinds_of_heads,
+    on_meta,
     parameters_of,
     refuse_shares,
     sizes_of,
 )
 from llm_demo.model.families import family_of
+from llm_demo.model.low_bits import fp8_config
 from llm_demo.model.model_folder import describe_for_version_4
 from llm_demo.model.source import load_config
+from llm_demo.model.weights_files import in_files
 from llm_demo.options import wide_heads
 from llm_demo.run.choices import choose_backends, fused_kernels
+from llm_demo.run.export_run import export
 
 CAP = 1.5  # so far below the largest logits that they are bent
 LATER = 3e-5  # of gradients after the first step, see test_parity.py
@@ -177,6 +187,30 @@ def test_adapters_equal_peft(script, n, wanted, adapted, tmp_path):
     for name, (losses, ranks) in train(tmp_path, script, n, argv).items():
         found = expected(name, "--base_bits" in wanted[name][-1])
         assert_equal(losses, ranks, found, later=5 * parity.TOLERANCE)
+
+
+HELD_OUT = [("fsdp", 1, "26b"), slow("fsdp_pp", 2, "12b"), slow("pp", 2, "12b")]
+
+
+@pytest.mark.parametrize("script, n, name", HELD_OUT)
+def test_exports_have_the_trainers_loss(script, n, name, work, tmp_path):
+    """As transformers computes it, and `evaluate`: with merged adapters, in pp of all weights."""
+    folder, data = work[0], work[0] / "data.jsonl"
+    flags = lora.run_flags(folder, name, tmp_path / "run")
+    if script == "pp":
+        at = flags.index("--lora_rank")
+        del flags[at : at + 2]
+    train_cases(tmp_path, script, n, {"run": flags})
+    last = tmp_path / "run/checkpoints/step_00000004"
+    export(last, tmp_path / "hf", "fp32", merge=script != "pp")
+    losses = json.loads((tmp_path / "run/summary.json").read_text())["eval_loss"]
+    assert losses["4"] < losses["0"] - 0.05
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert lora.loss_of(model, folder) == pytest.approx(losses["4"], rel=2e-5)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    packs = packs_of(str(data), tokenizer, seq_len=parity.SEQ_LEN, pack=False)
+    found, *_ = mean_loss(16, model, packs, len(packs))
+    assert found == pytest.approx(losses["4"], rel=2e-5)
 
 
 # ---------------------------------------------------------------- the cap
@@ -489,6 +523,14 @@ def test_servers_find_the_wide_heads(tmp_path):
     assert "rope_theta" not in written
     again = load_config(tmp_path, 4096)
     assert kinds_of_heads(again) == kinds_of_heads(SHAPES["31b"])
+
+
+def test_fused_experts_stay_in_16_bits_beside_fp8():
+    """And a server is told so. Their files have no matrix of each expert."""
+    shapes = {name: tuple(p.shape) for name, p in on_meta(SHAPES["26b"]).named_parameters()}
+    left = fp8_config(in_files(shapes))["modules_to_not_convert"]
+    kinds = {"experts", "router.proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
+    assert {name.partition("layers.3.")[2] for name in left} == {"", *kinds}
 
 
 @pytest.mark.gpu

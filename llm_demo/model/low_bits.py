@@ -139,8 +139,9 @@ def fp8_config(shapes: dict[str, tuple], more: Iterable[str] = (), inside: str =
         )
     left = {}  # modules, in the order of the files
     for name, shape in shapes.items():
-        if name.startswith("model.layers") and len(shape) == 2 and name not in names:
-            module = re.sub(r"(\.experts)\.\d+\..+", r"\1", name.removesuffix(".weight"))
+        matrix = len(shape) == 2 or fused(name)
+        if name.startswith("model.layers") and matrix and name not in names:
+            module = re.sub(r"(\.experts)\..+", r"\1", name.removesuffix(".weight"))
             left[inside + module.removeprefix("model.")] = None
     left |= dict.fromkeys(name.removesuffix(".weight") for name in more)
     if not left:
