@@ -27,7 +27,7 @@ def talk(monkeypatch, capsys, *flags, questions=QUESTIONS, terminal=False):
     lines.isatty = lambda: terminal
     monkeypatch.setattr(sys, "stdin", lines)
     capsys.readouterr()
-    chat.main([*map(str, flags), "--max_new_tokens", "12"])
+    chat.main(["--max_new_tokens", "12", *map(str, flags)])
     return capsys.readouterr()
 
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from conftest import smaller_model
 from test_chat import talk
 from test_plan import alone  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -58,10 +59,11 @@ def test_answers_are_those_that_were_measured(
     lines = [json.dumps({"question": q, "answer": a}) for q, a in rows]
     (tmp_path / "x.jsonl").write_text("\n".join(lines))
     (tmp_path / "qwen.jinja").write_text(template)
+    smaller_model(tmp_path / "model")
     flags = (
-        "--train_json x.jsonl --eval_json x.jsonl --chat_template qwen.jinja --output_dir run "
-        "--seq_len 64 --max_steps 60 --lr 5e-3 --micro_batch_size 4 --grad_accum_steps 1 "
-        f"--no_pack_sequences --export fp32 {flag}"
+        "--model_name_or_path model --train_json x.jsonl --eval_json x.jsonl --output_dir run "
+        "--chat_template qwen.jinja --seq_len 64 --max_steps 60 --lr 5e-3 --micro_batch_size 4 "
+        f"--grad_accum_steps 1 --no_pack_sequences --export fp32 {flag}"
     )
     alone(*flags.split())
     summary = json.loads((tmp_path / "run/summary.json").read_text())
@@ -87,7 +89,7 @@ def test_answers_are_those_that_were_measured(
         told = tokenizer.decode(told[0, length:])
         assert asked + told == f"{BLOCK}{answer}<|im_end|>"
 
-    said = talk(monkeypatch, capsys, "run", questions=QUESTIONS)
+    said = talk(monkeypatch, capsys, "run", "--max_new_tokens", "20", questions=QUESTIONS)
     assert said.out.splitlines() == ANSWERS, said.err
 
     flags = "--models run/hf --data x.jsonl --seq_len 64".split()
