@@ -46,7 +46,7 @@ def page() -> str:
     for script in scripts:
         for group in groups_of(script.parent):
             groups[group.__doc__] = group
-            users.setdefault(group.__doc__, []).append(str(script.relative_to(ROOT)))
+            users.setdefault(group.__doc__, []).append(script.parent.name)
     sections = [(group.__doc__, group) for group in SHARED]
     sections += [(f"{name} ({listed(users[name])})", group) for name, group in groups.items()]
     files = [str(script.relative_to(ROOT).with_name("flags.py")) for script in scripts]
