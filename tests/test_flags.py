@@ -105,7 +105,7 @@ REFUSED = [
     ("fsdp", "extra", "unknown argument extra; see --help"),
     ("fsdp", "--overlong wrap", "--overlong wrap: choose from truncate, split, drop"),
     ("fsdp", "--attn_impl x", "--attn_impl x: choose from auto, sdpa, varlen_cudnn, varlen, "
-     "flash_attn, bucketed, bucketed_math, math"),
+     "flash_attn, efficient, bucketed, bucketed_math, math"),
     ("fsdp", "--fp8 x", "--fp8 x: choose from none, rowwise_gw, rowwise, blockwise"),
     ("fsdp_pp", "--schedule zbv", "--schedule zbv: choose from 1f1b, gpipe, interleaved, v"),
     ("fsdp", "--save maybe", "--save maybe: must be true or false"),
