@@ -316,7 +316,8 @@ def loss_bytes(sizes: Sizes, s: Settings) -> float:
     slim = s.lora or s.optimizer_on_host and s.tokens > CHUNK_ROWS
     rows = min(CHUNK_ROWS // SLIM if slim else CHUNK_ROWS, s.tokens)
     logits = rows * sizes.vocabulary * s.size
-    copy = 0 if s.compile or s.size == 4 else rows * sizes.vocabulary * 4  # in fp32
+    copies = 0 if s.compile else (s.size < 4) + sizes.capped  # in fp32
+    copy = copies * rows * sizes.vocabulary * 4
     if s.lora:
         return logits + copy
     head = sizes.embedding * s.size

@@ -118,7 +118,7 @@ def _loss_of_logits(out, targets, scale=1.0, cap=None):
     slope = None
     if cap is not None:
         logits.div_(cap).tanh_()
-        slope = 1 - logits * logits  # of the cap
+        slope = logits.square().neg_().add_(1)  # of the cap
         logits *= cap
     logits -= logits.amax(-1, keepdim=True)
     hit = logits.gather(1, targets[:, None])

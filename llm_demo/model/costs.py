@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from llm_demo.core.decoder import delta_layers, experts_in, fused, of_router
+from llm_demo.core.decoder import delta_layers, experts_in, fused, of_router, soft_cap
 from llm_demo.core.errors import UserError
 from llm_demo.model.families import chosen_of, family_name, family_of, is_hybrid
 
@@ -63,6 +63,7 @@ class Sizes(NamedTuple):
     hidden: int
     vocabulary: int
     tied: bool  # whether embedding and head are one matrix
+    capped: bool  # whether logits have a soft cap
     heads: Heads  # of the first block
     blocks: list[Cost]
 
@@ -85,6 +86,7 @@ def sizes_of(config) -> Sizes:
         hidden=config.hidden_size,
         vocabulary=config.vocab_size,
         tied=config.tie_word_embeddings,
+        capped=soft_cap(config) is not None,
         heads=heads_of(config),
         blocks=block_costs(config),
     )
