@@ -358,7 +358,7 @@ def test_the_operator_for_wide_heads(values, window, wide_heads_on_a_cpu):
     bounds = dict(long=None, dtype=torch.float32, rtol=1e-5, atol=1e-6)
     assert_equals_each_alone("efficient", values, **bounds, **how)
     (operator,) = fused_kernels("varlen+efficient")[1:]
-    tensors = [torch.randn(9, 2, 16, requires_grad=True) for _ in range(3)]
+    tensors = [torch.randn(9, n, 16, requires_grad=True) for n in (4, 2, 2)]
     cu = torch.tensor([0, 4, 9, 9], dtype=torch.int32)
     torch.library.opcheck(operator, (*tensors, cu, 8, 0.5, window))
 

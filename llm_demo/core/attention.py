@@ -321,9 +321,7 @@ def _flash_attn(q, k, v, documents, scaling, window):
 
 @of_stream
 def _efficient(q, k, v, documents, scaling, window):
-    # an operator of options/wide_heads.py; its kernel knows no groups of heads
-    groups = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    # an operator of options/wide_heads.py, which whoever chooses this backend imports
     cu, n = documents.cu_seqlens, documents.max_len
     out, _ = torch.ops.llm_demo.attend_wide(q, k, v, cu, n, scaling, window)
     return out

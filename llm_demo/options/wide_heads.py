@@ -21,12 +21,19 @@ def attend_wide(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention within documents: q and k [T, H, D], v [T, H, E] -> (out [T, H, E], the
-    logarithms of the softmax's sums, fp32).
+    """Causal attention within documents: q [T, H, D], k [T, KV, D], v [T, KV, E] -> (out
+    [T, H, E], the logarithms of the softmax's sums, fp32).
 
     cu_seqlens: int32 [documents + 1] from 0 to T. longest: at least the tokens of each document.
     window: tokens that a token attends to, itself included."""
+    k, v = for_each_query(q, k, v)
     return forward_of(q, k, v, cu_seqlens, longest, scale, window)
+
+
+def for_each_query(q: Tensor, *of_keys: Tensor) -> list[Tensor]:
+    """Keys and values with a head for each head of the queries: the kernel knows no groups."""
+    groups = q.shape[1] // of_keys[0].shape[1]
+    return [x.repeat_interleave(groups, 1) for x in of_keys]
 
 
 @attend_wide.register_fake
@@ -48,7 +55,14 @@ def _attend_wide_backward(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return backward_of(grad, q, k, v, out, sums, cu_seqlens, longest, scale, window)
+    keys, values = for_each_query(q, k, v)
+    of_q, *of_each = backward_of(
+        grad, q, keys, values, out, sums, cu_seqlens, longest, scale, window
+    )
+    heads = k.shape[1]
+    summed = (x.unflatten(1, (heads, -1)).sum(2, dtype=torch.float32) for x in of_each)
+    of_k, of_v = (x.to(q.dtype) for x in summed)
+    return of_q, of_k, of_v
 
 
 @_attend_wide_backward.register_fake
