@@ -139,7 +139,7 @@ from llm_demo.model.model_folder import open_model
 from llm_demo.model.source import find_model
 from llm_demo.options.fp8 import qualifies
 from llm_demo.run.choices import Compute, choose_compile
-from llm_demo.run.cut import split
+from llm_demo.run.cut import costs, split
 
 LARGEST = 64  # micro-batch size
 FEW = 2048  # tokens of a step and card up to which matrices may be spread
@@ -367,14 +367,8 @@ def choice_of(sizes: Sizes, ask, settings: Settings) -> Choice:
     recomputed = settings.use_activation_checkpointing
     if settings.stages > 1:
         pieces = settings.stages * (1 if settings.schedule == "1f1b" else 2)
-        counts = split(
-            sizes,
-            pieces,
-            "balanced",
-            micro_batch=settings.micro_batch_size,
-            seq_len=ask.seq_len,
-            checkpointing=recomputed,
-        )
+        times = costs(sizes, settings.micro_batch_size, ask.seq_len, recomputed)
+        counts = split(sizes, pieces, "balanced", times)
         settings = replace(settings, counts=counts)
     elif recomputed:
         kept, _ = attention_kept(sizes, settings, ask.seq_len, ask.memory)

@@ -4,7 +4,6 @@ configuration. ds_patches.py has what is changed in it, ds_state.py its state.""
 import contextlib
 import io
 import os
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -12,7 +11,7 @@ from packaging.version import Version
 
 from llm_demo.core.errors import UserError
 from llm_demo.machine.files import DECODER
-from llm_demo.machine.process import regular
+from llm_demo.machine.process import regular, versions_of
 from llm_demo.machine.text import blame
 
 OLDEST, TESTED = "0.19.3", "0.19.8"
@@ -21,10 +20,9 @@ COMMS_LOGGER = {"enabled", "verbose", "prof_all", "prof_ops", "debug"}  # its sw
 
 def check_version(installed: str | None = None) -> None:
     """Raise UserError for a DeepSpeed whose pipeline trains on wrong gradients."""
-    try:
-        installed = installed or version("deepspeed")
-    except PackageNotFoundError:
-        raise UserError(f"DeepSpeed is missing: pip install deepspeed=={TESTED}") from None
+    installed = installed or versions_of("deepspeed")["deepspeed"]
+    if not installed:
+        raise UserError(f"DeepSpeed is missing: pip install deepspeed=={TESTED}")
     if Version(installed) < Version(OLDEST):
         raise UserError(
             f"DeepSpeed {installed}: its pipeline scales gradients wrongly when it accumulates "

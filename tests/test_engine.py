@@ -25,14 +25,14 @@ SIZES = sizes_of(QWEN)
 def test_balanced_split_counts_both_ends():
     """Qwen3-0.6B's head takes as long as 7.2 blocks with 8 rows; recomputation makes blocks dearer,
     not the head; with a single row the embedding's gradient counts for as much as 4 blocks."""
-    assert split(SIZES, 2, "balanced", 8, 1024, False) == [17, 11]
-    assert split(SIZES, 2, "balanced", 8, 1024, True) == [17, 11]
-    assert split(SIZES, 2, "balanced", 1, 1024, True) == [15, 13]
-    assert split(SIZES, 2, "balanced", 1, 16384, False) == [15, 13]
-    assert split(SIZES, 2, "uniform", 8, 1024, False) == [14, 14]
-    assert split(SIZES, 3, "uniform", 8, 1024, False) == [10, 9, 9]
-    assert split(SIZES, 2, "parameters", 8, 1024, False) == [14, 14]
-    assert split(SIZES, 2, "20,8", 8, 1024, False) == [20, 8]
+    assert split(SIZES, 2, "balanced", costs(SIZES, 8, 1024, False)) == [17, 11]
+    assert split(SIZES, 2, "balanced", costs(SIZES, 8, 1024, True)) == [17, 11]
+    assert split(SIZES, 2, "balanced", costs(SIZES, 1, 1024, True)) == [15, 13]
+    assert split(SIZES, 2, "balanced", costs(SIZES, 1, 16384, False)) == [15, 13]
+    assert split(SIZES, 2, "uniform", costs(SIZES, 8, 1024, False)) == [14, 14]
+    assert split(SIZES, 3, "uniform", costs(SIZES, 8, 1024, False)) == [10, 9, 9]
+    assert split(SIZES, 2, "parameters", costs(SIZES, 8, 1024, False)) == [14, 14]
+    assert split(SIZES, 2, "20,8", costs(SIZES, 8, 1024, False)) == [20, 8]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_balanced_split_is_the_best_there_is(stages, checkpointing):
         return max(each)
 
     every = (c for c in itertools.product(range(1, 29), repeat=stages) if sum(c) == 28)
-    chosen = split(SIZES, stages, "balanced", 8, 1024, checkpointing)
+    chosen = split(SIZES, stages, "balanced", costs(SIZES, 8, 1024, checkpointing))
     assert dearest(chosen) == min(dearest(c) for c in every)
 
 
@@ -83,7 +83,8 @@ def test_splits_that_do_not_fit():
         (2, "2,2,2", "give 2 counts"),
     ):
         with pytest.raises(UserError, match=message):
-            split(sizes_of(load_config(TINY, 1024)), stages, partition, 4, 1024, False)
+            sizes = sizes_of(load_config(TINY, 1024))
+            split(sizes, stages, partition, costs(sizes, 4, 1024, False))
 
 
 def test_bounds_and_their_description():
@@ -97,7 +98,7 @@ def test_bounds_and_their_description():
         sizes = [unit_sizes(QWEN, count, unit) for count in counts]
         layers, made = layer_specs(lm.config, None, sizes, [None] * len(counts), False, None)
         assert made == bounds and len(layers) == bounds[-1]
-    said = describe_split([14, 14], [0, 1], SIZES, 8, 1024, False)
+    said = describe_split([14, 14], [0, 1], costs(SIZES, 8, 1024, False))
     assert "stage 0: 14 blocks 41% of the work" in said
     assert "stage 1: 14 blocks + head 59% of the work; the largest share is 1.19 x the mean" in said
 

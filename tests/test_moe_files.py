@@ -120,16 +120,19 @@ def test_each_block_weighs_its_own(name, pieces, partition):
 
     every = (c for c in itertools.product(range(1, 5), repeat=pieces) if sum(c) == 4)
     best = min(dearest(counts) for counts in every)
-    assert dearest(split(sizes, pieces, partition, 4, 64, False)) == pytest.approx(best)
+    chosen = split(sizes, pieces, partition, costs(sizes, 4, 64, False))
+    assert dearest(chosen) == pytest.approx(best)
 
 
 def test_dense_first_blocks_count_in_the_cut():
     """DeepSeek-V3's three dense blocks have 1/20 of the others' parameters, and as much work: 8 + 1
     experts of 2,048 are as wide as a dense block's 18,432."""
-    assert split(sizes_of(DEEPSEEK), 4, "parameters", 4, 4096, True) == [17, 15, 15, 14]
-    assert split(sizes_of(DEEPSEEK), 4, "uniform", 4, 4096, True) == [16, 15, 15, 15]
-    assert split(sizes_of(DEEPSEEK), 2, "balanced", 4, 4096, False) == [31, 30]
-    said = describe_split([3, 58], [0, 1], sizes_of(DEEPSEEK), 4, 4096, False)
+    sizes = sizes_of(DEEPSEEK)
+    times = costs(sizes, 4, 4096, False)
+    assert split(sizes, 4, "parameters", times) == [17, 15, 15, 14]
+    assert split(sizes, 4, "uniform", times) == [16, 15, 15, 15]
+    assert split(sizes, 2, "balanced", times) == [31, 30]
+    said = describe_split([3, 58], [0, 1], times)
     embedding, blocks, head = costs(sizes_of(DEEPSEEK), 4, 4096, False)
     share = (embedding + sum(blocks[:3])) / (embedding + sum(blocks) + head)
     assert f"stage 0: 3 blocks {share:.0%} of the work" in said

@@ -5,10 +5,10 @@ A line is (level, name, text, fix); the fix is "" if there is nothing to do."""
 import os
 import shutil
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from llm_demo.check.processes import P2P_OFF
+from llm_demo.machine.process import versions_of
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 REINSTALL = "bash setup.sh, and use its .venv/bin/python"
@@ -28,12 +28,12 @@ FIX_BOTH = "look at dmesg, /dev/shm (docker: --ipc=host), /etc/hosts and, with -
 def packages() -> tuple:
     """Versions of Python and of what training imports, apart from torch."""
     text = f"Python {sys.version.split()[0]}"
-    try:
-        for package in ("transformers", "datasets", "accelerate", "numpy", "deepspeed"):
-            text += f", {package} {version(package)}"
-    except PackageNotFoundError as e:  # FSDP works without DeepSpeed
-        return WARNING, "packages", f"{text}; {e.name} is not installed", REINSTALL
-    return OK, "packages", text, ""
+    found = versions_of("transformers", "datasets", "accelerate", "numpy", "deepspeed")
+    for package, version in found.items():
+        text += f", {package} {version or 'is not installed'}"
+    if all(found.values()):
+        return OK, "packages", text, ""
+    return WARNING, "packages", text, REINSTALL  # FSDP works without DeepSpeed
 
 
 def torch_build(facts: dict, driver: str, seen_by: str) -> tuple:

@@ -1,5 +1,6 @@
 """The last question of a prompt, as the user wrote it, without what the chat template adds."""
 
+import functools
 from collections.abc import Callable
 
 from llm_demo.data.codec import REFUSALS, THINK_PROMPT
@@ -30,6 +31,17 @@ def question_reader(tokenizer) -> Callable[[list[int]], str]:
         return text[max(starts) : end]
 
     return read
+
+
+def in_words(tokenizer, pairs: list[tuple], answers: list) -> list[dict[str, str]]:
+    """The text of each prompt, of the model's answer and of the expected one. pairs: (prompt,
+    expected), in token ids, as are answers."""
+    question = question_reader(tokenizer)
+    decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
+    return [
+        {"prompt": question(prompt), "answer": decode(given), "expected": decode(expected)}
+        for (prompt, expected), given in zip(pairs, answers, strict=True)
+    ]
 
 
 def _around(tokenizer, messages: list[dict]) -> tuple[str, str]:

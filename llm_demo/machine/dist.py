@@ -10,7 +10,6 @@ import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from importlib import metadata
 
 import torch
 import torch.distributed as dist
@@ -88,12 +87,8 @@ def start() -> World:
 
 def versions() -> dict[str, str]:
     """What must be the same on all nodes: versions, and a digest of the code."""
-    found = {"Python": ".".join(map(str, sys.version_info[:2]))}
-    for package in ("torch", "transformers", "deepspeed"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "missing"
+    python = ".".join(map(str, sys.version_info[:2]))
+    found = {"Python": python} | process.versions_of("torch", "transformers", "deepspeed")
     folders = [ROOT / "llm_demo", *(flags.parent for flags in ROOT.glob("*/flags.py"))]
     files = sorted(file for folder in folders for file in folder.rglob("*.py"))
     code = [str(file.relative_to(ROOT)).encode() + file.read_bytes() for file in files]

@@ -31,7 +31,7 @@ from llm_demo.machine.device import (
     this_device,
 )
 from llm_demo.machine.files import ROOT, cache_folder, hash_of
-from llm_demo.machine.process import PARENT
+from llm_demo.machine.process import PARENT, versions_of
 
 MODULE = "llm_demo.machine.probes"
 BOUNDS = {"fp32": 1e-3, "bf16": 4e-2, "fp16": 1e-2}  # of errors, by compute dtype
@@ -41,17 +41,18 @@ EMULATED_BOUND = 1e-2  # of a GPU against the CPU, which emulates fp8 and 4 bits
 OF_THE_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # variables that a probe must not see
 
 
-def try_once(name: str, *arguments, versions: tuple = (), seconds: int = 180) -> str | None:
+def try_once(name: str, *arguments, packages: tuple = (), seconds: int = 180) -> str | None:
     """What is wrong with a kernel here; None if it is right, or if this GPU is only planned for.
 
-    A success is remembered by name, arguments, device, PyTorch, `versions` and the variables that
-    choose kernels, in $LLM_DEMO_CACHE or ~/.cache/llm_demo. A failure is not: its cause, such as a
-    missing compiler, may be gone next time. seconds: the limit of the process."""
+    A success is remembered by name, arguments, device, PyTorch, versions of `packages` and the
+    variables that choose kernels, in $LLM_DEMO_CACHE or ~/.cache/llm_demo. A failure is not: its
+    cause, such as a missing compiler, may be gone next time. seconds: the limit of the process."""
     if planned():
         return None
     device = this_device()
     chosen = sorted(item for item in os.environ.items() if item[0].startswith(KERNEL_VARIABLES))
-    key = [name, arguments, device.name, device.arch, torch.__version__, versions, chosen]
+    versions = [torch.__version__, versions_of(*packages)]
+    key = [name, arguments, device.name, device.arch, versions, chosen]
     file = Path(cache_folder()) / "worked" / hash_of(key)[:24]
     if file.exists():
         return None

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 
 from llm_demo.core.errors import UserError, printable
@@ -51,6 +52,15 @@ def number(name: str, default: float, kind: type = int, **bounds) -> float:
 def timeout_minutes() -> float:
     """How long a rank waits for the others in one operation. Raises UserError."""
     return number("DIST_TIMEOUT_MINUTES", 30, float, positive=True, at_most=YEAR)
+
+
+def versions_of(*packages: str) -> dict[str, str]:
+    """{package: its version, "" if it is not installed}."""
+    found = dict.fromkeys(packages, "")
+    for package in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
 
 
 def usable_cores() -> list[int]:

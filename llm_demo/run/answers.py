@@ -7,7 +7,7 @@ import torch
 from llm_demo.core.rows import IGNORE_INDEX, Batch, bounds_of, position_ids
 from llm_demo.data.codec import stop_tokens
 from llm_demo.data.packs import prompts_of
-from llm_demo.data.questions import question_reader
+from llm_demo.data.questions import in_words
 from llm_demo.run.log import Log
 
 
@@ -26,13 +26,7 @@ def show_answers(plan, micro_batch_size: int, next_tokens: Callable, log: Log) -
     )
     if pairs:
         log.say(f"\n{'held-out' if data.heldout else 'training'} documents:")
-    question = question_reader(tokenizer)
-    for (prompt, expected), answer in zip(pairs, answers, strict=True):
-        shown = {
-            "prompt": question(prompt),
-            "answer": tokenizer.decode(answer, skip_special_tokens=True),
-            "expected": tokenizer.decode(expected, skip_special_tokens=True),
-        }
+    for shown in in_words(tokenizer, pairs, answers):
         lines = [f"{name:<9}{' '.join(text.split())}" for name, text in shown.items()]
         log.say("\n" + "\n".join(lines))
 

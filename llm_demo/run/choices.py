@@ -6,7 +6,7 @@ probes, see machine/probes.py. They run on one process, whose decision the other
 import functools
 import importlib
 import importlib.util
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import NamedTuple
 
 import torch
@@ -89,22 +89,11 @@ def sizes_in_words(n_params: int, n_adapters: int | None, n_local: int) -> str:
     )
 
 
-def versions_of(*packages: str) -> tuple[str, ...]:
-    """Their versions, "" for one that is not installed."""
-    versions = []
-    for package in packages:
-        try:
-            versions.append(version(package))
-        except PackageNotFoundError:
-            versions.append("")
-    return tuple(versions)
-
-
-def try_kernel(name: str, *arguments: str, versions: tuple = (), seconds: int = 180) -> str | None:
+def try_kernel(name: str, *arguments: str, packages: tuple = (), seconds: int = 180) -> str | None:
     """machine.probes.try_once, loaded when something is tried."""
     from llm_demo.machine import probes
 
-    return probes.try_once(name, *arguments, versions=versions, seconds=seconds)
+    return probes.try_once(name, *arguments, packages=packages, seconds=seconds)
 
 
 # ---------------------------------------------------------------- attention
@@ -180,8 +169,8 @@ def choose_attention(
         if problem is None and impl == "sdpa" and auto and window:
             problem = "with a sliding window it computes more than others"
         if problem is None and device.type == "cuda" and not impl.endswith("math"):
-            versions = versions_of("flash_attn") if impl == "flash_attn" else ()
-            problem = probe("attention", dtype_name(dtype), impl, *numbers, versions=versions)
+            packages = ("flash_attn",) if impl == "flash_attn" else ()
+            problem = probe("attention", dtype_name(dtype), impl, *numbers, packages=packages)
         if problem is None:
             return impl, reasons
         reasons.append(f"{impl}: {problem}")
@@ -279,10 +268,10 @@ def refuse_flags(args: Args, config, proof: tuple | None = None) -> None:
 
 def try_rule(rule: str, dtype: str, config) -> str | None:
     """Why a kernel of linear attention can't be used on this GPU; None if it can."""
-    versions = versions_of("fla-core", "triton", "tilelang")  # they have kernels or compile them
+    packages = ("fla-core", "triton", "tilelang")  # they have kernels or compile them
     heads = heads_of_rule(config)
     # Triton tries variants of each kernel, which takes minutes
-    return try_kernel("delta", rule, dtype, *heads, versions=versions, seconds=900)
+    return try_kernel("delta", rule, dtype, *heads, packages=packages, seconds=900)
 
 
 def choose_rule(

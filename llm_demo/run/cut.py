@@ -26,40 +26,18 @@ def plan_and_cut(job, replicas: int, where: list[int], refuse: Callable) -> list
         given_counts(config.num_hidden_layers, len(where), args.partition)
 
     job.decide(replicas, refuse_too_many_pieces)
-    sizes, train = job.plan.sizes, job.plan.data.train
-    micro, checkpointing = args.micro_batch_size, args.use_activation_checkpointing
-    counts = split(
-        sizes,
-        len(where),
-        args.partition,
-        micro_batch=micro,
-        seq_len=train.seq_len,
-        checkpointing=checkpointing,
-    )
+    sizes, seq_len = job.plan.sizes, job.plan.data.train.seq_len
+    times = costs(sizes, args.micro_batch_size, seq_len, args.use_activation_checkpointing)
+    counts = split(sizes, len(where), args.partition, times)
     job.log.resolved(partition=",".join(map(str, counts)))
-    shares = describe_split(
-        counts,
-        where,
-        sizes,
-        micro_batch=micro,
-        seq_len=train.seq_len,
-        checkpointing=checkpointing,
-    )
-    job.log.say(f"pipeline: {shares}")
+    job.log.say(f"pipeline: {describe_split(counts, where, times)}")
     return counts
 
 
-def split(
-    sizes: Sizes,
-    pieces: int,
-    partition: str,
-    micro_batch: int,
-    seq_len: int,
-    checkpointing: bool,
-) -> list[int]:
-    """Blocks of each piece, of which a stage has one or two. partition: balanced (by `costs`),
-    uniform (by number), parameters, or counts such as "18,10". micro_batch: rows. Raises UserError
-    if they don't fit the model."""
+def split(sizes: Sizes, pieces: int, partition: str, times: tuple) -> list[int]:
+    """Blocks of each piece, of which a stage has one or two. partition: balanced (by `times`, as of
+    `costs`), uniform (by number), parameters, or counts such as "18,10". Raises UserError if they
+    don't fit the model."""
     n = len(sizes.blocks)
     given = given_counts(n, pieces, partition)
     if given:
@@ -67,9 +45,8 @@ def split(
     if partition == "uniform":
         return [n // pieces + (s < n % pieces) for s in range(pieces)]
     if partition == "parameters":
-        first, blocks, last = parameters(sizes)
-    else:
-        first, blocks, last = costs(sizes, micro_batch, seq_len, checkpointing)
+        times = parameters(sizes)
+    first, blocks, last = times
     return [*_best(pieces, first, tuple(blocks), last)]
 
 
@@ -99,8 +76,8 @@ def parameters(sizes: Sizes) -> tuple[int, list[int], int]:
 def costs(
     sizes: Sizes, micro_batch: int, seq_len: int, checkpointing: bool
 ) -> tuple[float, list[float], float]:
-    """The estimated times of (embedding, each block, norm and head) for a micro-batch, forward and
-    backward, as the FLOPs that a block does in that time.
+    """The estimated times of (embedding, each block, norm and head) for a micro-batch of so many
+    rows, forward and backward, as the FLOPs that a block does in that time.
 
     Checkpointing runs a block's forward twice: 4/3 of its FLOPs. The head's stay the same."""
     tokens, head = micro_batch * seq_len, 6 * sizes.embedding  # FLOPs of a token
@@ -112,16 +89,10 @@ def costs(
     return EMBEDDING * head, blocks, (HEAD * tokens + OVERHEAD) * head
 
 
-def describe_split(
-    counts: list[int],
-    where: list[int],
-    sizes: Sizes,
-    micro_batch: int,
-    seq_len: int,
-    checkpointing: bool,
-) -> str:
-    """The blocks and the share of the work of each stage. where: the stage of each piece."""
-    first, each_block, last = costs(sizes, micro_batch, seq_len, checkpointing)
+def describe_split(counts: list[int], where: list[int], times: tuple) -> str:
+    """The blocks and the share of the work of each stage. where: the stage of each piece. times: as
+    of `costs`."""
+    first, each_block, last = times
     at = 0
     each, blocks = [0.0] * (max(where) + 1), [[] for _ in range(max(where) + 1)]
     for piece, (count, stage) in enumerate(zip(counts, where, strict=True)):

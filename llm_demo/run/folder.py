@@ -15,14 +15,13 @@ import subprocess
 import sys
 import tempfile
 from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import SimpleNamespace
 
 from llm_demo.core.errors import UserError
 from llm_demo.flags.parsing import tagged
 from llm_demo.machine.files import ROOT, write_json
-from llm_demo.machine.process import read_text
+from llm_demo.machine.process import read_text, versions_of
 from llm_demo.machine.text import SECRET, blame, without_secrets
 
 WARMUP = 2  # logged steps left out of the medians: allocator, kernels and caches warm up
@@ -194,12 +193,8 @@ def environment(world) -> dict:
 
     from llm_demo.machine.device import KERNEL_VARIABLES, links, this_device
 
-    versions = {"python": platform.python_version()} | dict.fromkeys(PACKAGES)
-    for package in PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            versions[package] = version(package)
     found = {
-        "versions": versions,
+        "versions": {"python": platform.python_version()} | versions_of(*PACKAGES),
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "device": str(this_device(world.device.index or 0)),
