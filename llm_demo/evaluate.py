@@ -117,7 +117,7 @@ from llm_demo.core.loss import score
 from llm_demo.core.rows import Rows, label_positions
 from llm_demo.data.codec import stop_tokens
 from llm_demo.data.packs import load_rows, prompts_of, refuse_unknown_tokens
-from llm_demo.data.questions import in_words
+from llm_demo.data.questions import answers_in_words
 from llm_demo.machine.device import pick_dtype, this_device
 from llm_demo.machine.dist import run
 from llm_demo.machine.files import write_json, write_text
@@ -230,7 +230,7 @@ def evaluate_file(path: str, packs: Rows, model, tokenizer, batch_size: int | No
 def answered(
     model, tokenizer, pairs: list[tuple], batch_size: int | None, max_new_tokens: int
 ) -> list[dict]:
-    """The model's answers, as of in_words. pairs: (prompt, expected), in token ids."""
+    """The model's answers, as of answers_in_words. pairs: (prompt, expected), in token ids."""
     if not pairs:
         return []
     prompts = [prompt for prompt, _ in pairs]
@@ -239,7 +239,7 @@ def answered(
         model.device,
         lambda batch: answers_of(batch, model, tokenizer, prompts, max_new_tokens),
     )
-    return in_words(tokenizer, pairs, answers)
+    return answers_in_words(tokenizer, pairs, answers)
 
 
 def log(line: str) -> None:

@@ -20,7 +20,7 @@ COMMS_LOGGER = {"enabled", "verbose", "prof_all", "prof_ops", "debug"}  # its sw
 
 def check_version(installed: str | None = None) -> None:
     """Raise UserError for a DeepSpeed whose pipeline trains on wrong gradients."""
-    installed = installed or versions_of("deepspeed")["deepspeed"]
+    installed = installed or versions_of(["deepspeed"])["deepspeed"]
     if not installed:
         raise UserError(f"DeepSpeed is missing: pip install deepspeed=={TESTED}")
     if Version(installed) < Version(OLDEST):

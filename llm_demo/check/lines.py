@@ -28,7 +28,7 @@ FIX_BOTH = "look at dmesg, /dev/shm (docker: --ipc=host), /etc/hosts and, with -
 def packages() -> tuple:
     """Versions of Python and of what training imports, apart from torch."""
     text = f"Python {sys.version.split()[0]}"
-    found = versions_of("transformers", "datasets", "accelerate", "numpy", "deepspeed")
+    found = versions_of(["transformers", "datasets", "accelerate", "numpy", "deepspeed"])
     for package, version in found.items():
         text += f", {package} {version or 'is not installed'}"
     if all(found.values()):

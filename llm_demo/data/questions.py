@@ -33,7 +33,7 @@ def question_reader(tokenizer) -> Callable[[list[int]], str]:
     return read
 
 
-def in_words(tokenizer, pairs: list[tuple], answers: list) -> list[dict[str, str]]:
+def answers_in_words(tokenizer, pairs: list[tuple], answers: list) -> list[dict[str, str]]:
     """The text of each prompt, of the model's answer and of the expected one. pairs: (prompt,
     expected), in token ids, as are answers."""
     question = question_reader(tokenizer)

@@ -88,7 +88,7 @@ def start() -> World:
 def versions() -> dict[str, str]:
     """What must be the same on all nodes: versions, and a digest of the code."""
     python = ".".join(map(str, sys.version_info[:2]))
-    found = {"Python": python} | process.versions_of("torch", "transformers", "deepspeed")
+    found = {"Python": python} | process.versions_of(["torch", "transformers", "deepspeed"])
     folders = [ROOT / "llm_demo", *(flags.parent for flags in ROOT.glob("*/flags.py"))]
     files = sorted(file for folder in folders for file in folder.rglob("*.py"))
     code = [str(file.relative_to(ROOT)).encode() + file.read_bytes() for file in files]

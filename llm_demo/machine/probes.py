@@ -51,7 +51,7 @@ def try_once(name: str, *arguments, packages: tuple = (), seconds: int = 180) ->
         return None
     device = this_device()
     chosen = sorted(item for item in os.environ.items() if item[0].startswith(KERNEL_VARIABLES))
-    versions = [torch.__version__, versions_of(*packages)]
+    versions = [torch.__version__, versions_of(packages)]
     key = [name, arguments, device.name, device.arch, versions, chosen]
     file = Path(cache_folder()) / "worked" / hash_of(key)[:24]
     if file.exists():

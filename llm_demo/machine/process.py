@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -54,7 +54,7 @@ def timeout_minutes() -> float:
     return number("DIST_TIMEOUT_MINUTES", 30, float, positive=True, at_most=YEAR)
 
 
-def versions_of(*packages: str) -> dict[str, str]:
+def versions_of(packages: Iterable[str]) -> dict[str, str]:
     """{package: its version, "" if it is not installed}."""
     found = dict.fromkeys(packages, "")
     for package in packages:

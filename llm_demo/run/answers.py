@@ -7,7 +7,7 @@ import torch
 from llm_demo.core.rows import IGNORE_INDEX, Batch, bounds_of, position_ids
 from llm_demo.data.codec import stop_tokens
 from llm_demo.data.packs import prompts_of
-from llm_demo.data.questions import in_words
+from llm_demo.data.questions import answers_in_words
 from llm_demo.run.log import Log
 
 
@@ -26,7 +26,7 @@ def show_answers(plan, micro_batch_size: int, next_tokens: Callable, log: Log) -
     )
     if pairs:
         log.say(f"\n{'held-out' if data.heldout else 'training'} documents:")
-    for shown in in_words(tokenizer, pairs, answers):
+    for shown in answers_in_words(tokenizer, pairs, answers):
         lines = [f"{name:<9}{' '.join(text.split())}" for name, text in shown.items()]
         log.say("\n" + "\n".join(lines))
 

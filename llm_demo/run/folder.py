@@ -194,7 +194,7 @@ def environment(world) -> dict:
     from llm_demo.machine.device import KERNEL_VARIABLES, links, this_device
 
     found = {
-        "versions": {"python": platform.python_version()} | versions_of(*PACKAGES),
+        "versions": {"python": platform.python_version()} | versions_of(PACKAGES),
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "device": str(this_device(world.device.index or 0)),
