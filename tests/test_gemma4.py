@@ -132,6 +132,18 @@ def test_equals_plain_loop(script, n, names, rows, flags, work, tmp_path):
         assert_equal(losses, ranks, expected[name.removesuffix("-out")], later=LATER)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_low_precision_stays_close(dtype, work, tmp_path):
+    folder, expected = work
+    found = train(tmp_path, "fsdp", 1, cases(folder, ["31b", "26b"], 8, ["--dtype", dtype]))
+    rough, loose = parity.BOUNDS[dtype]
+    for name, (losses, ranks) in found.items():
+        wanted = expected[name.removesuffix("-out")]
+        assert losses == pytest.approx(wanted["loss"], rel=rough)
+        norms = [step["norm"] for step in ranks[0]["steps"]]
+        assert norms == pytest.approx(wanted["norm"], rel=loose)
+
+
 # ---------------------------------------------------------------- adapters
 
 
