@@ -56,7 +56,8 @@ def ours() -> None:
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(warp_size=WARP)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         logits = torch.empty(4, 151_936, dtype=dtype)
-        loss_kernel.loss_of_logits(logits, torch.zeros(4, dtype=torch.int64))
+        for cap in (None, 30.0):
+            loss_kernel.loss_of_logits(logits, torch.zeros(4, dtype=torch.int64), cap=cap)
         rows = torch.zeros(64, four_bits.row_bytes(256), dtype=torch.uint8)
         scales = torch.zeros(four_bits.scales_of(64, 256) + four_bits.TABLES)
         four_bits_kernel.values(rows, scales, 256, dtype)

@@ -46,7 +46,10 @@ READ_BY_IMPORTS = (
     "PYTHON", "OMP_", "MKL_", "TORCH", "PYTORCH", "TRITON_", "HF_", "TRANSFORMERS_", "DS_",
     "LD_",
 )  # fmt: skip
-NOT_READ = ("PYTHON=", "TORCHELASTIC_", "TORCH_NCCL_")  # what launchers read, and set for ranks
+# What launchers read, and set for ranks; folders that compiling sets in the process of the tests
+NOT_READ = (
+    "PYTHON=", "TORCHELASTIC_", "TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR=", "TRITON_CACHE_DIR=",
+)  # fmt: skip
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # What launch_common.sh sets, and what importing DeepSpeed sets in the process of the tests
 ALWAYS = {
