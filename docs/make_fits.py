@@ -128,7 +128,7 @@ def short(found: dict, columns: dict) -> str:
 
 
 def longest(model: str, asked: str, sizes: Sequence[int]) -> str:
-    """The longest row that fits, of `sizes` of 1,024 tokens, and the settings. asked: of fit."""
+    """The longest row that fits, of `sizes` of 1,024 tokens. asked: of fit, which prints flags."""
 
     @functools.cache
     def fastest(size: int) -> tuple[fit.Choice, bool]:
@@ -141,20 +141,16 @@ def longest(model: str, asked: str, sizes: Sequence[int]) -> str:
     fitting = bisect.bisect_left(sizes, True, key=lambda size: not fastest(size)[1])
     if not fitting:
         return "–"
-    flags = dict(fastest(sizes[fitting - 1])[0].flags)
-    del flags["micro_batch_size"]
-    return f"{sizes[fitting - 1]}k ({words_of(flags)})"
+    return f"{sizes[fitting - 1]}k"
 
 
 def long_rows() -> str:
-    """Without the settings: fit prints them."""
     text = f"| model | {' | '.join(CARDS.values())} |\n" + "|---" * (len(CARDS) + 1) + "|\n"
     for model in ("0.6B", "4B", "8B", "14B"):
         row = [
             longest(model, f"--cards {n} --card {kind} --host_memory {n * HOST_GB}", POWERS)
             for n, kind in CARDS
         ]
-        row = [cell.partition(" ")[0] for cell in row]
         text += f"| {model} | {' | '.join(row)} |\n"
     return text
 
