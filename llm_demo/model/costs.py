@@ -194,14 +194,6 @@ def windows_of(config) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def windows_by_heads(config) -> dict[int, list[int | None]]:
-    """{width of a block's heads: the windows of such blocks}, as of windows_of."""
-    found = {}
-    for i, window in enumerate(windows_of(config)):
-        found.setdefault(heads_of(config, i).width, []).append(window)
-    return found
-
-
 def heads_of_rule(config) -> tuple[int, int, int, int]:
     """(heads of keys, heads of values, their widths)."""
     heads = config.linear_num_key_heads, config.linear_num_value_heads
@@ -258,8 +250,8 @@ def heads_of(config, block: int = 0) -> Heads:
 
 def kinds_of_heads(config) -> list[Heads]:
     """The different shapes of attention of a model's blocks."""
-    blocks = config.num_hidden_layers if getattr(config, "is_heterogeneous", False) else 1
-    return list(dict.fromkeys(heads_of(config, block) for block in range(blocks)))
+    blocks = range(config.num_hidden_layers)
+    return list(dict.fromkeys(heads_of(config, block) for block in blocks))
 
 
 def unit_of(block: Cost) -> int:
@@ -296,9 +288,8 @@ def share_of_heads(heads: Heads, n: int) -> Heads:
 
 
 def shares_of_heads(config, n: int) -> list[Heads]:
-    """As share_of_heads, of each of a model's kinds, narrow heads first."""
-    shares = [share_of_heads(heads, n) for heads in kinds_of_heads(config)]
-    return sorted(shares, key=lambda heads: heads.width)
+    """As share_of_heads, of each of a model's kinds."""
+    return [share_of_heads(heads, n) for heads in kinds_of_heads(config)]
 
 
 def refuse_shares(config, n: int) -> None:
@@ -308,10 +299,8 @@ def refuse_shares(config, n: int) -> None:
         raise UserError(f"--tensor_parallel: no test shows that it is right for {name}: drop it")
     if n > 1 and family_of(config).norms_over_heads:
         raise UserError(f"--tensor_parallel: {family_name(config)} has norms over all heads")
-    counts = []
-    for heads in kinds_of_heads(config):
-        counts.append(("num_key_value_heads", heads.keys))
-        counts.append(("num_attention_heads", heads.queries))
+    counts = [("num_key_value_heads", heads.keys) for heads in kinds_of_heads(config)]
+    counts.append(("num_attention_heads", config.num_attention_heads))
     if not hasattr(config, "moe_intermediate_size"):  # else see options/tensor.py
         counts.append(("intermediate_size", config.intermediate_size))
     for name, count in counts:

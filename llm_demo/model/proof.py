@@ -173,23 +173,17 @@ def small_copy(config):
     return small
 
 
-def small_keys(keys: int, heads: int) -> int:
+def small_keys(keys: int | None, heads: int) -> int:
     """Heads of keys in the copy of a model with so many, and so many of queries."""
     return {heads: SMALL_HEADS, 1: 1}.get(keys, SMALL_HEADS // 2)
 
 
 def small_overrides(own: dict, heads: int) -> dict:
-    """What a block of the copy has of its own. heads: of queries. Raises ValueError for a key that
-    is not known here."""
-    small = {}
-    for name, value in own.items():
-        if name == "head_dim":
-            small[name] = 2 * SMALL["head_dim"]
-        elif name == "num_key_value_heads":
-            small[name] = small_keys(value, heads)
-        else:
-            raise ValueError(f"per_layer_config has {name}")
-    return small
+    """What a block of the copy has of its own. heads: of queries. Raises KeyError for a key that is
+    not known here."""
+    keys = small_keys(own.get("num_key_value_heads"), heads)
+    known = {"head_dim": 2 * SMALL["head_dim"], "num_key_value_heads": keys}
+    return {name: known[name] for name in own}
 
 
 def set_sizes(small) -> None:

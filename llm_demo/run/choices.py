@@ -21,7 +21,7 @@ from llm_demo.flags.args import Args
 from llm_demo.machine.device import Device, dtype_name, has_fused_kernels, is_sm
 from llm_demo.machine.dist import from_rank0, once_per_node
 from llm_demo.machine.text import layer_kinds
-from llm_demo.model.costs import heads_of_rule, param_count, shares_of_heads, windows_by_heads
+from llm_demo.model.costs import heads_of, heads_of_rule, param_count, shares_of_heads, windows_of
 from llm_demo.model.families import experts_of, family_name, is_hybrid
 
 # backends of attention that make the buckets which linear attention in PyTorch needs, or need none
@@ -193,6 +193,11 @@ def choose_backends(
     chosen, lines = {}, []
     for heads in shares_of_heads(config, args.sequence_parallel):
         wide = heads.width > WIDEST
+        windows = [
+            window
+            for i, window in enumerate(windows_of(config))
+            if heads_of(config, i).width == heads.width
+        ]
         asked = "auto" if wide and args.attn_impl in FLASH else args.attn_impl
         impl, rejected = choose_attention(
             asked,
@@ -203,7 +208,7 @@ def choose_backends(
             longest=max((p.longest for p in packs), default=0),
             among=among,
             probe=probe,
-            window=short_window(windows_by_heads(config)[heads.width], longest_row),
+            window=short_window(windows, longest_row),
         )
         # of two narrow kinds the backend that is later in the list, since it takes more
         chosen[wide] = max(chosen.get(wide, impl), impl, key=IMPLS.index)
@@ -212,7 +217,7 @@ def choose_backends(
             why = "as requested"
         of_heads = f" in heads of {heads.width}" if wide else ""
         lines.append(f"attention{of_heads}: {impl}" + (f" ({why})" if why else ""))
-    return "+".join(dict.fromkeys(chosen.values())), lines
+    return "+".join(dict.fromkeys(chosen[wide] for wide in sorted(chosen))), lines
 
 
 def fused_kernels(impl: str) -> list:
