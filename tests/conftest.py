@@ -307,11 +307,13 @@ def pytest_xdist_auto_num_workers(config):
 
 # Files that take minutes go first, so that no worker has one left when the other is done.
 LONG = (
-    "test_moe", "test_parity", "test_end_to_end", "test_launch", "test_sequence", "test_resume",
-    "test_lora", "test_lora_experts", "test_replicas", "test_activations_on_host", "test_memory",
-    "test_first_run", "test_runs", "test_engine", "test_setup", "test_ends", "test_errors",
-    "test_fit", "test_nodes", "test_bench", "test_next_steps", "test_fsdp2", "test_fsdp_pp",
-    "test_several_nodes", "test_restarts", "test_lora_memory", "test_fp8_export", "test_tensor",
+    "test_parity", "test_moe", "test_end_to_end", "test_resume", "test_gemma4", "test_lora",
+    "test_four_bits_experts", "test_qwen35", "test_four_bits", "test_lora_experts", "test_sequence",
+    "test_ends", "test_fsdp_pp", "test_first_run", "test_measure", "test_nodes", "test_families",
+    "test_check", "test_replicas", "test_fit", "test_launch", "test_bench", "test_proof",
+    "test_compiling", "test_activations_on_host", "test_runs", "test_adapter", "test_engine",
+    "test_setup", "test_host_adamw", "test_errors", "test_memory", "test_fsdp2", "test_next_steps",
+    "test_several_nodes", "test_lora_memory", "test_fp8_export", "test_tensor",
 )  # fmt: skip
 
 
