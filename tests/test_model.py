@@ -163,10 +163,13 @@ WRONG = [
     ({"config.json": {"num_hidden_layers": 10**12}}, "num_hidden_layers 1000000000000 is not"),
     ({"config.json": {"pad_token_id": 10**9}}, "Padding_idx must be within num_embeddings"),
     ({"config.json": {"dtype": 5}}, "config.json: 'int' object has no attribute"),
+    (rope(rope_theta=0), "do not give positive frequencies"),
     (rope(rope_theta="x"), "config.json: .*'str' and 'Tensor'"),
     (rope(rope_type="zzz"), "the rotary type zzz is not one of default, "),
     (scaling("mrope"), "the rotary type mrope is not one of default, "),
+    (rope(**YARN, factor=-1), "do not give positive frequencies"),
     (rope(**YARN), "config.json: KeyError .*factor"),
+    (rope(**YARN, factor=2.0, attention_factor="x"), "config.json: "),
     # tokenizer
     ({"tokenizer.json": None, "tokenizer_config.json": None, "chat_template.jinja": None},
      "--tokenizer_name_or_path"),

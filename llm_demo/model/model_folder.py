@@ -18,6 +18,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from llm_demo.core.attention import LongRope, rope_type
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
 from llm_demo.data.codec import stop_tokens
@@ -129,7 +130,23 @@ def open_model(
     if weights:
         shapes = {name: tuple(t.shape) for name, t in lm.state_dict().items()}
         weights.check(shapes, {head} if config.tie_word_embeddings else set())
+    if family_of(config).tested:
+        refuse_bad_frequencies(folder, config, lm)
     return config, weights
+
+
+def refuse_bad_frequencies(folder: Path, config, lm: PreTrainedModel) -> None:
+    """Raise UserError if rope_parameters give negative or infinite numbers. lm: without memory."""
+    with blame(folder / "config.json"):
+        rotary = LongRope if rope_type(config) == "longrope" else type(lm.model.rotary_emb)
+        rotary = rotary(config)
+        scalings = [value for name, value in vars(rotary).items() if name.endswith("scaling")]
+        values = torch.cat([*rotary.buffers(), torch.tensor(scalings)])
+    if not ((values >= 0) & values.isfinite()).all():
+        raise UserError(
+            f"{folder}/config.json: rope_parameters {config.rope_parameters} do not give positive "
+            "frequencies and a positive scaling"
+        )
 
 
 def describe_model(
