@@ -93,7 +93,7 @@ def test_the_settings_are_those_of_the_launchers_with_their_defaults():
     for names, defaults, _ in table(README, "Settings"):
         only = re.search(r"\(([\w, ]+)\)$", names)
         documented[names.split("`")[1]] = only and only[1], defaults
-    assert len(documented) > 10
+    assert len(documented) >= 10
     expected = {}
     for name in documented:
         values = {kind: default(kind, name) for kind in LAUNCHERS if name in blocks[kind]}
@@ -222,7 +222,8 @@ def test_no_table_is_cut_off():
 def test_the_index_links_to_every_page_and_pages_are_short():
     linked = set(re.findall(r"\]\((\w+)\.md", DOCS["README"]))
     assert linked >= DOCS.keys() - {"README", "seeds"}
-    lines = README.splitlines()
-    assert len(lines) <= 150
-    assert max(len(line) for line in lines if not line.startswith("|")) <= 120
+    assert len(README.splitlines()) <= 150
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        prose = [line for line in page.read_text().splitlines() if not line.startswith("|")]
+        assert not [line for line in prose if len(line) > 120], page
     assert not [name for name, text in DOCS.items() if text.count("\n") > 250]

@@ -1,1 +1,1 @@
-"""All that changes a number: rows, decoder, attention, loss, adapters, optimizer, the loop."""
+"""What every script computes: rows, decoder, attention, loss, optimizer, the loop."""
