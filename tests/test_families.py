@@ -3,6 +3,7 @@ docs/models.md lists them."""
 
 import copy
 import json
+import math
 import sys
 from functools import partial
 
@@ -149,6 +150,7 @@ def test_a_window_is_exported(work, tmp_path, alone):  # noqa: F811
 
 WRONG = [
     ("smollm3", {"final_logit_softcapping": 30.0}, "smollm3 computes its loss without a cap"),
+    ("gemma3", {"final_logit_softcapping": math.inf}, "softcapping inf is not a positive number"),
     ("gemma3", {"final_logit_softcapping": 0.0}, "softcapping 0.0 is not a positive number"),
     ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is not supported"),
     ("gemma3", {"use_bidirectional_attention": True}, "attention True is not supported: attention"),

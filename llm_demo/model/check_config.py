@@ -1,5 +1,6 @@
 """What a configuration must not ask for: most of it would be trained wrongly without a word."""
 
+import math
 from collections.abc import Iterator
 
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -30,7 +31,7 @@ def problems_of(config) -> Iterator[str]:
     cap = getattr(config, "final_logit_softcapping", None)
     if cap is not None and soft_cap(config) is None:
         yield f"final_logit_softcapping: {family_name(config)} computes its loss without a cap"
-    if cap is not None and not cap > 0:
+    if cap is not None and not 0 < cap < math.inf:
         yield f"final_logit_softcapping {cap} is not a positive number"
     if any(heads.queries % heads.keys for heads in kinds_of_heads(config)):
         yield "num_attention_heads must be a multiple of num_key_value_heads"

@@ -239,6 +239,7 @@ def describe_for_version_4(folder: Path, family: Family) -> None:
     config.pop("auto_map", None)  # names code that is not in this folder
     config["torch_dtype"] = config["dtype"]
     if "per_layer_config" in config:  # servers read Gemma 4's keys for it
+        config |= {name: config[key] for key, name in GLOBAL.items()}
         for of_block in config["per_layer_config"].values():
             config |= {GLOBAL[key]: value for key, value in of_block.items() if key in GLOBAL}
     if "num_local_experts" in config:

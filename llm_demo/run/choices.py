@@ -191,14 +191,18 @@ def choose_backends(
     decide_compute and choose_attention. Raises UserError."""
     longest_row = max((p.seq_len for p in packs), default=0)
     chosen, lines = {}, []
-    for heads in shares_of_heads(config, args.sequence_parallel):
+    kinds = shares_of_heads(config, args.sequence_parallel)
+    narrow = [heads for heads in kinds if heads.width <= WIDEST]
+    for heads in kinds:
         wide = heads.width > WIDEST
         windows = [
             window
             for i, window in enumerate(windows_of(config))
             if heads_of(config, i).width == heads.width
         ]
-        asked = "auto" if wide and args.attn_impl in FLASH else args.attn_impl
+        asked = args.attn_impl
+        if asked in FLASH and wide and narrow:  # it is for the others
+            asked = "auto"
         impl, rejected = choose_attention(
             asked,
             device,
