@@ -96,6 +96,7 @@ def build(
         for name in ("model",) if tied else ("model", "lm_head"):
             fill(lm, name, weights, args.seed, host and host.keep)
         if embeds_on_host:
+            # a partial, since a module would become a part of the model
             model.embed_on_host = functools.partial(lm.model.embed_tokens.to("cpu"))
             log.say("embedding: in host memory, because of --activations_on_host")
             log.resolved(embedding_on_host=True)

@@ -54,9 +54,11 @@ def signals(hup=signal.SIG_DFL):
     process groups of earlier tests, whose threads are not in the fork, then hang or crash it."""
     chosen = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: hup}
     before = {number: signal.signal(number, handler) for number, handler in chosen.items()}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def started(command, hup=signal.SIG_DFL, env=()):
