@@ -497,4 +497,7 @@ def test_backends_on_this_gpu(impl, dtype, heads):
     assert probes.try_once("attention", dtype_name(dtype), impl, *heads, 2047) is None
     bound = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 1e-5}[dtype]
     for window in (None, 1, 50, 99, 100, 101, 128, 255):
-        assert compare(impl, dtype, heads, "cuda", window) < bound, window
+        errors = probes.attention_errors(impl, dtype, heads, "cuda", window=window)
+        if window == 1:  # one key: no gradient reaches queries and keys
+            errors = {name: errors[name] for name in ("results", "gradients of v")}
+        assert max(errors.values()) < bound, window

@@ -341,14 +341,15 @@ def wide_heads_on_a_cpu():
             yield at, scores.masked_fill(~mask, -torch.inf).softmax(-1)
 
     def forward_of(q, k, v, cu, longest, scale, window):
-        assert longest >= cu.diff().max() and q.shape == k.shape
+        assert longest == cu.diff().max() and q.shape == k.shape and cu[-1] == len(q)
+        assert (len(cu) - 1) * longest <= 2 * len(q)  # the tokens that its backward stores
         parts = weights_of(q, k, cu, scale, window)
         out = torch.cat([torch.einsum("hqk,khd->qhd", p, v[at]) for at, p in parts])
         sums = len(cu) - 1, q.shape[1], -(-longest // 32) * 32
-        return out, q.new_zeros(sums, dtype=torch.float32)
+        return out, q.new_full(sums, len(q), dtype=torch.float32)
 
     def backward_of(grad, q, k, v, out, sums, cu, longest, scale, window):
-        assert out.shape == grad.shape and len(sums) == len(cu) - 1
+        assert out.shape == grad.shape and (sums == len(q)).all()
         found = []
         for at, p in weights_of(q, k, cu, scale, window):
             of_p = torch.einsum("qhd,khd->hqk", grad[at], v[at])
@@ -372,7 +373,7 @@ def test_the_operator_for_wide_heads(values, window, wide_heads_on_a_cpu):
     (operator,) = fused_kernels("varlen+efficient")[1:]
     tensors = [torch.randn(9, n, 16, requires_grad=True) for n in (4, 2, 2)]
     cu = torch.tensor([0, 4, 9, 9], dtype=torch.int32)
-    torch.library.opcheck(operator, (*tensors, cu, 8, 0.5, window))
+    torch.library.opcheck(operator, (*tensors, cu, cu, 0.5, window))
 
 
 @pytest.mark.parametrize("impl", ["bucketed+math", "math+bucketed_math", "bucketed+efficient"])
@@ -398,8 +399,15 @@ def test_each_width_of_heads_has_its_backend(name, impl, request, wide_heads_on_
 
 
 PICKED = [  # (device, dtype, asked, single, chosen, line of wide heads)
-    (H100, torch.bfloat16, "auto", False, "varlen+efficient", "heads of up to 256, not of 512"),
-    (H100, torch.bfloat16, "auto", True, "varlen+sdpa", "attention in heads of 512: sdpa"),
+    (H100, torch.bfloat16, "auto", False, "varlen+efficient", "heads of 512: efficient"),
+    (
+        H100,
+        torch.bfloat16,
+        "auto",
+        True,
+        "varlen+efficient",
+        "attention in heads of 512: efficient",
+    ),
     (H100, torch.bfloat16, "varlen", False, "varlen+efficient", "heads of 512: efficient"),
     (H100, torch.float32, "auto", False, "bucketed+efficient", "heads of 512: efficient"),
     (H100, torch.bfloat16, "math", False, "math", "heads of 512: math (as requested)"),

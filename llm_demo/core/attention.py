@@ -85,13 +85,14 @@ def make_documents(
 ) -> Documents:
     """Document layout of a micro-batch for backend `impl`.
 
-    cu_seqlens: int32 [D+1] on any device. For buckets and varlen_cudnn a GPU tensor costs a
-    synchronisation; pass the CPU's copy if there is one. long: as in attend_documents, or LONG
-    by default."""
+    cu_seqlens: int32 [D+1] on any device. For buckets, varlen_cudnn and efficient a GPU tensor
+    costs a synchronisation; pass the CPU's copy if there is one. long: as in attend_documents, or
+    LONG by default."""
     B, S = shape
     impls = impl.split("+")
     buckets, mask, cudnn, on_host = None, None, "varlen_cudnn" in impls, not cu_seqlens.is_cuda
-    boundaries = OnHost(cu_seqlens.cpu()) if cudnn or on_host else None
+    needs_boundaries = on_host or cudnn or "efficient" in impls
+    boundaries = OnHost(cu_seqlens.cpu()) if needs_boundaries else None
     max_len = _bound(int(cu_seqlens.diff().max()), S) if on_host and not cudnn else S
     if {"bucketed", "bucketed_math"} & {*impls}:
         lengths = [n for n in cu_seqlens.diff().tolist() if n]
@@ -322,8 +323,8 @@ def _flash_attn(q, k, v, documents, scaling, window):
 @of_stream
 def _efficient(q, k, v, documents, scaling, window):
     # an operator of options/wide_heads.py, which whoever chooses this backend imports
-    cu, n = documents.cu_seqlens, documents.max_len
-    out, _ = torch.ops.llm_demo.attend_wide(q, k, v, cu, n, scaling, window)
+    cu, on_host = documents.cu_seqlens, documents.boundaries.tensor
+    out, _ = torch.ops.llm_demo.attend_wide(q, k, v, cu, on_host, scaling, window)
     return out
 
 

@@ -2,7 +2,13 @@
 
 Flash kernels take heads of up to 256 numbers; Gemma 4 has 512 in some blocks. This kernel takes any
 width, also in fp32, and is slower. It is in an operator of its own, since torch.compile can't trace
-its backward with a scale."""
+its backward with a scale.
+
+The backward needs memory for as many tokens as there are documents times the longest of them. So
+neighbouring documents are computed together only if they are of similar length."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,23 +17,67 @@ ALIGNED = 32  # the kernel rounds the number of sums of a document up to this
 CAUSAL = 1  # its code of a causal mask
 
 
+class _Part(NamedTuple):
+    """Neighbouring documents that are computed together."""
+
+    tokens: slice
+    cu_seqlens: Tensor  # int32 [documents + 1] on the device, from 0
+    longest: int  # tokens of the longest
+    sums: slice  # their place among the sums of all parts
+
+
+def _parts(heads: int, cu_seqlens: Tensor, boundaries: Tensor) -> Iterator[_Part]:
+    """Parts that are at most doubled if all their documents are padded to the longest."""
+    ends = boundaries.tolist()
+    used = 0
+
+    def part(first, last, longest):
+        size = heads * (last - first) * -(-longest // ALIGNED) * ALIGNED
+        return _Part(
+            tokens=slice(ends[first], ends[last]),
+            cu_seqlens=cu_seqlens[first : last + 1] - ends[first],
+            longest=longest,
+            sums=slice(used, used + size),
+        )
+
+    documents = sum(end < ends[-1] for end in ends)  # those that follow are empty
+    first, longest = 0, 0
+    for i in range(documents):
+        n = ends[i + 1] - ends[i]
+        padded = (i + 1 - first) * max(longest, n)
+        if padded > 2 * (ends[i + 1] - ends[first]):
+            done = part(first, i, longest)
+            yield done
+            first, longest, used = i, 0, done.sums.stop
+        longest = max(longest, n)
+    yield part(first, documents, longest)
+
+
 @torch.library.custom_op("llm_demo::attend_wide", mutates_args=())
 def attend_wide(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     cu_seqlens: Tensor,
-    longest: int,
+    boundaries: Tensor,
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention within documents: q [T, H, D], k [T, KV, D], v [T, KV, E] -> (out
-    [T, H, E], the logarithms of the softmax's sums, fp32).
+    [T, H, E], the logarithms of the softmax's sums as the kernel has them, fp32).
 
-    cu_seqlens: int32 [documents + 1] from 0 to T. longest: at least the tokens of each document.
+    cu_seqlens: int32 [documents + 1] from 0 to T on q's device; boundaries: the same on the CPU.
     window: tokens that a token attends to, itself included."""
-    k, v = for_each_query(q, k, v)
-    return forward_of(q, k, v, cu_seqlens, longest, scale, window)
+    out, sums = _empty(q, k, v, cu_seqlens)
+    sums.zero_()  # parts rarely fill it
+    for part in _parts(q.shape[1], cu_seqlens, boundaries):
+        at = part.tokens
+        keys, values = for_each_query(q, k[at], v[at])
+        out[at], found = forward_of(
+            q[at], keys, values, part.cu_seqlens, part.longest, scale=scale, window=window
+        )
+        sums[part.sums] = found.flatten()
+    return out, sums
 
 
 def for_each_query(q: Tensor, *of_keys: Tensor) -> list[Tensor]:
@@ -37,9 +87,10 @@ def for_each_query(q: Tensor, *of_keys: Tensor) -> list[Tensor]:
 
 
 @attend_wide.register_fake
-def _(q, k, v, cu_seqlens, longest, scale, window):
-    sums = len(cu_seqlens) - 1, q.shape[1], -(-longest // ALIGNED) * ALIGNED
-    return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(sums, dtype=torch.float32)
+def _empty(q, k, v, cu_seqlens, *args):
+    T, H, _ = q.shape
+    sums = H * (2 * T + ALIGNED * (len(cu_seqlens) - 1))  # at most
+    return q.new_empty(T, H, v.shape[2]), q.new_empty(sums, dtype=torch.float32)
 
 
 @torch.library.custom_op("llm_demo::attend_wide_backward", mutates_args=())
@@ -51,17 +102,29 @@ def _attend_wide_backward(
     out: Tensor,
     sums: Tensor,
     cu_seqlens: Tensor,
-    longest: int,
+    boundaries: Tensor,
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    keys, values = for_each_query(q, k, v)
-    of_q, *of_each = backward_of(
-        grad, q, keys, values, out, sums, cu_seqlens, longest, scale, window
-    )
-    heads = k.shape[1]
-    summed = (x.unflatten(1, (heads, -1)).sum(2, dtype=torch.float32) for x in of_each)
-    of_k, of_v = (x.to(q.dtype) for x in summed)
+    H, KV = q.shape[1], k.shape[1]
+    of_q, of_k, of_v = (x.new_empty(x.shape) for x in (q, k, v))
+    for part in _parts(H, cu_seqlens, boundaries):
+        at = part.tokens
+        keys, values = for_each_query(q, k[at], v[at])
+        of_q[at], *of_each = backward_of(
+            grad[at],
+            q[at],
+            keys,
+            values,
+            out[at],
+            sums[part.sums].view(len(part.cu_seqlens) - 1, H, -1),
+            part.cu_seqlens,
+            part.longest,
+            scale=scale,
+            window=window,
+        )
+        for whole, each in zip((of_k, of_v), of_each, strict=True):
+            whole[at] = each.unflatten(1, (KV, -1)).sum(2, dtype=torch.float32)
     return of_q, of_k, of_v
 
 
@@ -71,8 +134,8 @@ def _(grad, q, k, v, *args):
 
 
 def _keep_tensors(ctx, inputs, output):
-    q, k, v, cu_seqlens, *ctx.numbers = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens)
+    q, k, v, cu_seqlens, boundaries, *ctx.numbers = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens, boundaries)
 
 
 def _differentiate(ctx, grad, _):

@@ -157,6 +157,8 @@ def choose_attention(
     width = max(heads[2:])
     if auto and width <= WIDEST:
         impls = [impl for impl in impls if impl != "efficient"]  # others are faster
+    elif auto:  # sdpa would run the same kernel and keep keys and values for each query's head
+        impls = sorted(impls, key=lambda impl: impl != "efficient")
     numbers = [*heads, window] if window else heads
     reasons = []
     for impl in impls:
