@@ -17,23 +17,23 @@ ALIGNED = 32  # the kernel rounds the number of sums of a document up to this
 CAUSAL = 1  # its code of a causal mask
 
 
-class _Part(NamedTuple):
+class _Group(NamedTuple):
     """Neighbouring documents that are computed together."""
 
     tokens: slice
     cu_seqlens: Tensor  # int32 [documents + 1] on the device, from 0
     longest: int  # tokens of the longest
-    sums: slice  # their place among the sums of all parts
+    sums: slice  # their place among the sums of all groups
 
 
-def _parts(heads: int, cu_seqlens: Tensor, boundaries: Tensor) -> Iterator[_Part]:
-    """Parts that are at most doubled if all their documents are padded to the longest."""
+def _groups(heads: int, cu_seqlens: Tensor, boundaries: Tensor) -> Iterator[_Group]:
+    """Groups that are at most doubled if all their documents are padded to the longest."""
     ends = boundaries.tolist()
     used = 0
 
-    def part(first, last, longest):
+    def group(first, last, longest):
         size = heads * (last - first) * -(-longest // ALIGNED) * ALIGNED
-        return _Part(
+        return _Group(
             tokens=slice(ends[first], ends[last]),
             cu_seqlens=cu_seqlens[first : last + 1] - ends[first],
             longest=longest,
@@ -46,11 +46,11 @@ def _parts(heads: int, cu_seqlens: Tensor, boundaries: Tensor) -> Iterator[_Part
         n = ends[i + 1] - ends[i]
         padded = (i + 1 - first) * max(longest, n)
         if padded > 2 * (ends[i + 1] - ends[first]):
-            done = part(first, i, longest)
+            done = group(first, i, longest)
             yield done
             first, longest, used = i, 0, done.sums.stop
         longest = max(longest, n)
-    yield part(first, documents, longest)
+    yield group(first, documents, longest)
 
 
 @torch.library.custom_op("llm_demo::attend_wide", mutates_args=())
@@ -68,15 +68,15 @@ def attend_wide(
 
     cu_seqlens: int32 [documents + 1] from 0 to T on q's device; boundaries: the same on the CPU.
     window: tokens that a token attends to, itself included."""
-    out, sums = _empty(q, k, v, cu_seqlens)
-    sums.zero_()  # parts rarely fill it
-    for part in _parts(q.shape[1], cu_seqlens, boundaries):
-        at = part.tokens
+    out, sums = _outputs(q, k, v, cu_seqlens)
+    sums.zero_()  # groups rarely fill it
+    for group in _groups(q.shape[1], cu_seqlens, boundaries):
+        at = group.tokens
         keys, values = for_each_query(q, k[at], v[at])
         out[at], found = forward_of(
-            q[at], keys, values, part.cu_seqlens, part.longest, scale=scale, window=window
+            q[at], keys, values, group.cu_seqlens, group.longest, scale=scale, window=window
         )
-        sums[part.sums] = found.flatten()
+        sums[group.sums] = found.flatten()
     return out, sums
 
 
@@ -87,7 +87,7 @@ def for_each_query(q: Tensor, *of_keys: Tensor) -> list[Tensor]:
 
 
 @attend_wide.register_fake
-def _empty(q, k, v, cu_seqlens, *args):
+def _outputs(q, k, v, cu_seqlens, *args):
     T, H, _ = q.shape
     sums = H * (2 * T + ALIGNED * (len(cu_seqlens) - 1))  # at most
     return q.new_empty(T, H, v.shape[2]), q.new_empty(sums, dtype=torch.float32)
@@ -108,8 +108,8 @@ def _attend_wide_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     H, KV = q.shape[1], k.shape[1]
     of_q, of_k, of_v = (x.new_empty(x.shape) for x in (q, k, v))
-    for part in _parts(H, cu_seqlens, boundaries):
-        at = part.tokens
+    for group in _groups(H, cu_seqlens, boundaries):
+        at = group.tokens
         keys, values = for_each_query(q, k[at], v[at])
         of_q[at], *of_each = backward_of(
             grad[at],
@@ -117,9 +117,9 @@ def _attend_wide_backward(
             keys,
             values,
             out[at],
-            sums[part.sums].view(len(part.cu_seqlens) - 1, H, -1),
-            part.cu_seqlens,
-            part.longest,
+            sums[group.sums].view(len(group.cu_seqlens) - 1, H, -1),
+            group.cu_seqlens,
+            group.longest,
             scale=scale,
             window=window,
         )
