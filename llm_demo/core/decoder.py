@@ -69,6 +69,9 @@ def skeleton(config, attn_impl: str, weights=None, product: str = "looped") -> P
     if hasattr(model.model.rotary_emb, "layer_types"):
         for i, block in enumerate(model.model.layers):
             block.kind = config.layer_types[i]
+    for module in model.modules():  # Gemma 4's attention, as in transformers 5.17
+        if hasattr(module, "store_full_length_kv"):
+            module.store_full_length_kv = False  # no block takes another's keys and values
     for block in blocks_with_experts(model):
         if hasattr(block, "router"):  # which has these in its configuration alone
             router, own = block.router, block.router.config
