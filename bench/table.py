@@ -429,7 +429,7 @@ def render(text: str, notes: bool) -> str:
 
 def rendered(page: Path) -> str:
     """Return the text that a page should have. The README's tables are in docs too, with notes."""
-    return render(page.read_text("utf-8"), notes=page.parent.name == "docs")
+    return render(page.read_text("utf-8"), notes=page.parent != ROOT)
 
 
 def pages() -> list[Path]:
