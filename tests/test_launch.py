@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -294,3 +295,26 @@ def test_a_signal_to_the_launcher_leaves_no_process(repo, name):
     assert not any(psutil.pid_exists(pid) for pid in pids)
     assert process.returncode == 128 + signal.Signals[name]
     assert stderr.splitlines()[-1] == f"error: stopped by {name}"
+
+
+def test_llm_demo_starts_each_command_by_its_name(tmp_path):
+    """From any folder, and without torch until it is known what runs."""
+    text = (ROOT / "pyproject.toml").read_text()
+    module, function = re.search(r'^llm-demo = "(.+):(.+)"$', text, re.M).groups()
+    code = f"import sys; from {module} import {function}; 'torch' in sys.modules and 1 / 0; "
+    names = (*SCRIPTS, "fit", "check", "chat", "evaluate", "export", "report")
+
+    def start(*words):
+        command = [sys.executable, "-c", f"{code}{function}()", *words]
+        return run(command, cwd=tmp_path, fresh=True)
+
+    about = start("--help")
+    assert about.stdout == start().stdout and all(name in about.stdout for name in names)
+    done = start("fits")
+    assert done.returncode == 2 and done.stdout == ""
+    known = done.stderr.removeprefix("error: llm-demo has no command 'fits'; there are ")
+    assert {*known.strip().split(", ")} == {*names}
+    for name in names:
+        done = start(name, "--help")
+        assert done.returncode == 0, name
+        assert f"llm_demo.{name} " in done.stdout or f"{name}/launch_{name}.sh" in done.stdout

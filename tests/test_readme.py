@@ -11,6 +11,7 @@ from bench.presets import BALANCED, NO_RESHARD, ONE_OF
 from bench.run import make_parser
 from bench.table import PADDING, pixels
 from llm_demo import chat, evaluate, export, fit
+from llm_demo.__main__ import COMMANDS
 from llm_demo.check import __main__ as check
 from llm_demo.core import attention
 from llm_demo.data import records
@@ -114,6 +115,12 @@ def test_every_flag_named_exists_and_every_commands_flag_is_named():
     known = flags() | of_bench | commands
     assert named <= known, named - known
     assert commands <= named, commands - named
+
+
+def test_every_command_named_exists():
+    named = {*re.findall(r"\bllm-demo (\w+)", TEXT)} - {"NAME"}
+    assert len(named) > 5
+    assert named <= {*SCRIPTS, *COMMANDS}
 
 
 def test_every_variable_named_is_read_somewhere():

@@ -378,19 +378,21 @@ def test_a_copy_of_the_package_says_how_to_install(tmp_path):
     """As pip install . makes it, without -e: the scripts' folders are not in it."""
     shutil.copytree(ROOT / "llm_demo", tmp_path / "llm_demo")
     text = (ROOT / "pyproject.toml").read_text()
-    module, function = re.search(r'^llm-demo-fsdp = "(.+):(.+)"$', text, re.M).groups()
+    commands = re.findall(r'^llm-demo\S* = "(.+):(.+)"$', text, re.M)
+    assert len(commands) == 2
     # -S: not with the editable installation beside the packages
     packages = os.pathsep.join([str(tmp_path), sysconfig.get_path("purelib")])
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", f"from {module} import {function}; {function}()"],
-        env={**os.environ, "PYTHONPATH": packages},
-        cwd=tmp_path, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == (
-        f"error: llm_demo in {tmp_path} is a copy without fsdp/: run it from a clone of the "
-        "repository, where you have run pip install -e .\n"
-    )
+    for module, function in commands:
+        code = f"from {module} import {function}; {function}()"
+        done = subprocess.run(
+            [sys.executable, "-S", "-c", code, "fsdp"], env={**os.environ, "PYTHONPATH": packages},
+            cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 2 and done.stdout == ""
+        assert done.stderr == (
+            f"error: llm_demo in {tmp_path} is a copy without fsdp/: run it from a clone of the "
+            "repository, where you have run pip install -e .\n"
+        )
 
 
 # what a feature needs that says so itself, or that comes with torch
