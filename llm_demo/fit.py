@@ -17,7 +17,6 @@ import contextlib
 import functools
 import importlib.util
 import itertools
-import json
 import math
 import os
 import shlex
@@ -35,7 +34,7 @@ from llm_demo.flags import parsing
 from llm_demo.flags.args import MAX_COUNT, MAX_TOKENS, LowBitArgs
 from llm_demo.flags.parsing import PlainParser, whole
 from llm_demo.machine.cards import CARDS, NVLINK, PCIE, SUSTAINED
-from llm_demo.machine.process import command, early
+from llm_demo.machine.process import command, early, read_json
 from llm_demo.model.local_model import find_here
 
 MOST_CARDS = 64  # of a node; more take minutes
@@ -331,7 +330,7 @@ def settings_to_measure(config, ask, ways: list[Settings]) -> Iterator[Settings]
             yield replace(saving, fp8="rowwise_gw")
         if ask.zero and importlib.util.find_spec("deepspeed") and not ask.lora_rank:
             for stage in (2, 3):
-                zero = json.loads((ROOT / zero_file(stage)).read_text("utf-8"))
+                zero = read_json(ROOT / zero_file(stage))
                 yield replace(saving, engine="zero", zero=zero["zero_optimization"])
 
 

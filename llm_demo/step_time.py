@@ -6,7 +6,6 @@
 The constants fit the rows under bench/results (H200 over three links, H100; tests/test_fit.py).
 flops: per second, of a card. bandwidth: bytes per second that a card receives."""
 
-import json
 from pathlib import Path
 
 import torch
@@ -14,6 +13,7 @@ import torch
 from llm_demo.machine.cards import CPU_LINK, CPU_TFLOPS, LINKED, NVLINK, PCIE, SUSTAINED, TFLOPS
 from llm_demo.machine.device import links, other_than_nvlink, peak_tflops, this_device
 from llm_demo.machine.files import cache_folder, hash_of, write_json
+from llm_demo.machine.process import read_json
 from llm_demo.machine.text import blame
 from llm_demo.memory import Settings
 from llm_demo.model.costs import OVERHEAD, Sizes, flops_of_slot, state_bytes
@@ -64,7 +64,7 @@ def kept_speed(cards: int) -> dict:
     if not file.is_file():
         return {}
     with blame(f"{file}, which can be deleted"):
-        speed = json.loads(file.read_text("utf-8"))
+        speed = read_json(file)
         return {name: float(speed[name]) for name in ("tflops", "bandwidth") if name in speed}
 
 

@@ -1,7 +1,6 @@
 """The documents of data files, as they are cached, and what was counted when they were built."""
 
 import itertools
-import json
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +9,7 @@ import numpy as np
 
 from llm_demo.core.rows import Documents, Rows
 from llm_demo.machine.files import verified
+from llm_demo.machine.process import read_json
 from llm_demo.machine.text import counted
 
 # default seq_len: fits SHARE of the documents, a multiple of STEP, at most LONGEST_DEFAULT
@@ -134,7 +134,7 @@ def read_documents(folder: str, files: list[str], identity: dict, cache_hit: boo
     ValueError and others if it is damaged. identity: what they depend on; a checksum of tokens and
     labels is added."""
     sums = verified(folder)
-    meta = json.loads(Path(folder, "meta.json").read_text("utf-8"))
+    meta = read_json(Path(folder, "meta.json"))
     stats = Stats.of(meta["stats"])
     stats.cache_hit = cache_hit
     for file, path in zip(stats.files, files, strict=True):

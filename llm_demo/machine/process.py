@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import errno
+import json
 import logging
 import os
 import re
@@ -254,6 +255,11 @@ def read_text(file: Path) -> str:
     """The text of a small file that may come from elsewhere, bytes that are not UTF-8 replaced.
     Raises UserError for a pipe or a device, OSError if it can't be read."""
     return regular(file).read_text("utf-8", "replace")
+
+
+def read_json(file: Path):
+    """The value in a JSON file. Raises as read_text does, and ValueError if it is no JSON."""
+    return json.loads(read_text(file))
 
 
 def command(main: Callable[[], int | None]) -> None:

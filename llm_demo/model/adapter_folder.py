@@ -12,7 +12,7 @@ from typing import NamedTuple
 from safetensors import safe_open
 
 from llm_demo.core.errors import UserError
-from llm_demo.machine.process import read_text, regular
+from llm_demo.machine.process import read_json, regular
 from llm_demo.machine.text import blame
 
 # Keys of adapter_config.json that are read here, or change nothing for plain LoRA on linear layers
@@ -78,7 +78,7 @@ def open_adapter(name: str) -> Adapter:
             "save_pretrained write it; get one of the hub by hf download"
         )
     with blame(file):
-        config = json.loads(read_text(file))
+        config = read_json(file)
         for problem in problems_of_adapter(config):
             raise ValueError(problem)
         rank, alpha = config["r"], float(config["lora_alpha"])

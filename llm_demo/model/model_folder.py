@@ -1,7 +1,6 @@
 """A model's folder: opened and checked before step 1, and what an export writes besides weights."""
 
 import copy
-import json
 import shutil
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from llm_demo.data.codec import stop_tokens
 from llm_demo.flags.args import Args
 from llm_demo.machine.dist import from_rank0, once_per_node
 from llm_demo.machine.files import write_json
-from llm_demo.machine.process import read_text
+from llm_demo.machine.process import read_json
 from llm_demo.machine.text import blame, counted, short
 from llm_demo.model.costs import active_of, on_meta, parameters_of
 from llm_demo.model.families import Family, family_name, family_of
@@ -203,9 +202,9 @@ def describe(
             from llm_demo.model.untrained import SMALL_FILES, copy_small, whole_config
 
             with blame(model / SMALL_FILES):
-                text = json.loads(read_text(out / "config.json"))
+                text = read_json(out / "config.json")
                 copy_small(model / SMALL_FILES, out)
-                base = json.loads(read_text(out / "config.json"))
+                base = read_json(out / "config.json")
                 write_json(out / "config.json", whole_config(base, text), indent=2)
         write_json(out / "generation_config.json", generation_config(model, tokenizer), indent=2)
     tokenizer.save_pretrained(out)
@@ -235,7 +234,7 @@ GLOBAL = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_
 def describe_for_version_4(folder: Path, family: Family) -> None:
     """Add the keys that transformers 4, and servers that use it, read in config.json. Without them
     it silently takes defaults. Version 5 reads the same model from both."""
-    config = json.loads((folder / "config.json").read_text("utf-8"))
+    config = read_json(folder / "config.json")
     config.pop("auto_map", None)  # names code that is not in this folder
     config["torch_dtype"] = config["dtype"]
     if "per_layer_config" in config:  # servers read Gemma 4's keys for it
@@ -271,7 +270,7 @@ def set_rope_scaling(config: dict, rope: dict, family: Family) -> None:
 
 def name_tokenizer_for_version_4(folder: Path) -> None:
     """Name a tokenizer's class and special tokens as in transformers 4. Version 5 reads both."""
-    config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
+    config = read_json(folder / "tokenizer_config.json")
     config.pop("auto_map", None)
     if config["tokenizer_class"] == "TokenizersBackend":
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -287,7 +286,7 @@ def generation_config(folder: Path, tokenizer) -> dict:
     config, file = {}, folder / "generation_config.json"
     with blame(file):
         if file.is_file():
-            config = json.loads(file.read_text("utf-8"))
+            config = read_json(file)
         ends = config.get("eos_token_id")
     if not isinstance(ends, list):
         ends = [] if ends is None else [ends]

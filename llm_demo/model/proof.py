@@ -35,6 +35,7 @@ from llm_demo.core.decoder import (
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import position_ids
 from llm_demo.machine.files import ROOT, cache_folder, digest, hash_of, write_text
+from llm_demo.machine.process import read_json
 from llm_demo.machine.text import counted, words_of
 from llm_demo.model.costs import heads_of_rule, on_meta
 from llm_demo.model.families import EXPERTS, family_name, is_hybrid, without_dropout
@@ -106,7 +107,7 @@ def prove(config) -> Proof:
     code = [digest(file) for folder in CODE for file in sorted((ROOT / folder).glob("*.py"))]
     file = Path(cache_folder(), "proofs", hash_of([small.to_dict(), packages, code])[:24])
     try:
-        return Proof(**json.loads(file.read_text("utf-8")))
+        return Proof(**read_json(file))
     except (OSError, ValueError, TypeError):  # not there, or damaged
         pass
     proof = compare(small)

@@ -5,7 +5,6 @@ start, and an export puts it back:
     model/base/            the base's small files: its configuration, those of its processor"""
 
 import hashlib
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 
 from llm_demo.core.decoder import fused
 from llm_demo.core.errors import UserError
-from llm_demo.machine.process import read_text
+from llm_demo.machine.process import read_json
 from llm_demo.machine.text import blame
 from llm_demo.model.families import takes_images
 from llm_demo.model.weights_files import Weights, identity_of, open_file
@@ -63,7 +62,7 @@ def digest_of(t: torch.Tensor) -> str:
 def record_of(name: str, folder: Path, weights: Weights | None) -> dict:
     """What a run records of its base. name: of the base, as given. "why": exports hold no more than
     text; "" if the base has no more, None if they hold it."""
-    images = takes_images(json.loads(read_text(folder / "config.json")))
+    images = takes_images(read_json(folder / "config.json"))
     record = {"images": images, "why": None}
     if not (images or weights and weights.untrained):
         return record | {"why": ""}
@@ -93,7 +92,7 @@ def read_record(model: Path) -> dict:
     if not file.is_file():
         return EARLIER
     with blame(file):
-        return EARLIER | json.loads(read_text(file))
+        return EARLIER | read_json(file)
 
 
 def copy_small(folder: Path, out: Path) -> None:

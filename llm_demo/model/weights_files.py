@@ -25,7 +25,7 @@ from transformers.core_model_loading import WeightRenaming
 from llm_demo.core.decoder import FUSED, fused
 from llm_demo.core.errors import UserError
 from llm_demo.machine.files import hash_of
-from llm_demo.machine.process import read_text, regular
+from llm_demo.machine.process import read_json, regular
 from llm_demo.machine.text import blame, differences, progress
 from llm_demo.model.families import OTHER_PARTS, TEXT_NAMES, family_in
 from llm_demo.model.local_model import refuse_deepspeed
@@ -344,7 +344,7 @@ def open_weights(folder: Path) -> Weights | None:
         return None
     if file.is_file():
         with blame(file):
-            family = family_in(json.loads(read_text(file)))
+            family = family_in(read_json(file))
     return Weights(folder, places, family)
 
 

@@ -14,7 +14,6 @@ inert records: only names that torch.distributed.checkpoint (DCP) writes are acc
 them is imported. DCP's own objects are then built from the records, with every value checked.
 """
 
-import json
 import pickle
 import re
 import shutil
@@ -30,7 +29,7 @@ from llm_demo.core.mesh import World
 from llm_demo.core.optim import MOMENTS, PSGD
 from llm_demo.machine.dist import from_rank0, on_all_ranks
 from llm_demo.machine.files import PART, digest, disk_full, sync_folder, write_json, write_text
-from llm_demo.machine.process import read_text
+from llm_demo.machine.process import read_json
 from llm_demo.machine.text import blame, words_of
 from llm_demo.model.local_model import refuse_deepspeed
 from llm_demo.run.folder import object_in, published
@@ -112,7 +111,7 @@ def manifest_of(path: Path) -> dict[str, tuple[int, str]]:
     """{file: (bytes, SHA-256)} of a checkpoint, whose files have these sizes. Raises UserError for
     what a stranger may have written: nothing outside the folder is opened, no device, no pipe."""
     with blame("manifest.json"):
-        listed = json.loads(read_text(path / "manifest.json"))["files"]
+        listed = read_json(path / "manifest.json")["files"]
         files = {name: (size, sha) for name, (size, sha) in listed.items()}
     for name, (size, _) in files.items():
         if Path(name).name != name:

@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from llm_demo.core.errors import UserError
 from llm_demo.flags.parsing import tagged
 from llm_demo.machine.files import ROOT, write_json
-from llm_demo.machine.process import read_text, versions_of
+from llm_demo.machine.process import read_json, read_text, versions_of
 from llm_demo.machine.text import SECRET, blame, without_secrets
 
 WARMUP = 2  # logged steps left out of the medians: allocator, kernels and caches warm up
@@ -274,7 +274,7 @@ def read_run(folder: Path) -> SimpleNamespace:
 def object_in(file: Path) -> dict:
     """The JSON object in a file. Raises UserError if it can't be read."""
     with blame(file):
-        return dict(json.loads(read_text(file)))
+        return dict(read_json(file))
 
 
 def settings_to_resume(resume: str | None, folder: Path) -> dict:

@@ -14,7 +14,7 @@ from llm_demo.core.mesh import World
 from llm_demo.flags.args import Args
 from llm_demo.machine.dist import from_rank0
 from llm_demo.machine.files import finite, write_text
-from llm_demo.machine.process import regular
+from llm_demo.machine.process import read_json, regular
 from llm_demo.machine.text import counted, progress, without_given_secrets
 from llm_demo.run.folder import (
     choose_folder,
@@ -188,7 +188,7 @@ class Tracker:
         self.writer.flush()
 
     def _open(self, folder: Path):
-        config = json.loads((folder / "config.json").read_text("utf-8"))
+        config = read_json(folder / "config.json")
         if self.report_to == "wandb":
             self.wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "llm_demo"),

@@ -5,7 +5,6 @@ decided, and what the log says of it. `make_plan` makes them and prints their li
 
 import dataclasses
 import functools
-import json
 import math
 import shlex
 import sys
@@ -34,7 +33,7 @@ from llm_demo.data.packs import (
 from llm_demo.flags.args import MAX_STEPS, Args, names_of
 from llm_demo.machine.device import dtype_name, prepare_device
 from llm_demo.machine.dist import from_rank0, once_per_node, same_on_all_nodes
-from llm_demo.machine.process import regular
+from llm_demo.machine.process import read_json
 from llm_demo.machine.text import counted
 from llm_demo.model.costs import Sizes, flops_of_slot, sizes_of
 from llm_demo.model.families import without_dropout
@@ -170,8 +169,7 @@ def same_flags(args: Args, sources: Sources) -> dict:
     flags = {f"--{name}": value for name, value in vars(args).items() if name not in per_node}
     flags["held-out data"] = "none" if sources.heldout == "none" else "given"
     if args.deepspeed_config:
-        text = regular(Path(args.deepspeed_config)).read_text("utf-8")
-        flags["content of --deepspeed_config"] = json.loads(text)
+        flags["content of --deepspeed_config"] = read_json(Path(args.deepspeed_config))
     return flags
 
 
