@@ -20,7 +20,7 @@ from transformers import (
 
 from llm_demo.core.attention import rope_of, rope_type
 from llm_demo.core.errors import UserError
-from llm_demo.data.codec import closes_reasoning, has_variable, writes_empty_blocks
+from llm_demo.data.codec import closes_reasoning, has_variable, template_of, writes_empty_blocks
 from llm_demo.flags.parsing import template_variables
 from llm_demo.machine.process import regular
 from llm_demo.machine.text import blame
@@ -174,7 +174,7 @@ def set_variables(tokenizer, text: str | None, learn_reasoning: bool = True) -> 
     flag = "--chat_template_kwargs"
     variables = template_variables(text, flag)
     for name in variables:
-        if not any(has_variable(template, name) for template in templates_of(tokenizer).values()):
+        if not has_variable(template_of(tokenizer), name):
             raise UserError(f"{flag}: the chat template has no variable {name!r}: remove it")
     lines = []
     if not learn_reasoning and tokenizer.chat_template:
@@ -196,16 +196,13 @@ def set_variables(tokenizer, text: str | None, learn_reasoning: bool = True) -> 
     return lines
 
 
-def templates_of(tokenizer) -> dict[str, str]:
-    """{name: chat template} of a tokenizer; "" is the name of its only one."""
-    templates = tokenizer.chat_template or {}
-    return templates if isinstance(templates, dict) else {"": templates}
-
-
 def begin_templates(tokenizer, text: str) -> None:
     """Let each chat template of a tokenizer begin with this text."""
-    changed = {name: text + template for name, template in templates_of(tokenizer).items()}
-    tokenizer.chat_template = changed.get("", changed)
+    templates = tokenizer.chat_template
+    if isinstance(templates, dict):
+        tokenizer.chat_template = {name: text + own for name, own in templates.items()}
+    else:
+        tokenizer.chat_template = text + templates
 
 
 def as_jinja(value) -> str:
@@ -218,12 +215,12 @@ def with_date(tokenizer, day: str):
     template prints this one, YYYY-MM-DD: its text then begins with a function of that name, so that
     what depends on the template depends on the date. `describe_model` saves the template as it was.
     If it prints none: the tokenizer itself."""
-    templates = templates_of(tokenizer).values()
-    if not any("strftime_now" in template for template in templates):
+    template = template_of(tokenizer)
+    if "strftime_now" not in template:
         return tokenizer
     printed, text = date.fromisoformat(day), "format.replace('%%', '\\0')"
     for code in [flag + letter for letter in string.ascii_letters for flag in ("%", "%-")]:
-        if any(code in template for template in templates):
+        if code in template:
             text += f".replace('{code}', {printed.strftime(code)!r})"
     macro = "{% macro strftime_now(format) %}{{ " + text + ".replace('\\0', '%') }}{% endmacro %}\n"
     dated = copy.copy(tokenizer)
