@@ -97,8 +97,8 @@ def test_times_are_of_a_step_and_of_the_slowest_rank(monkeypatch):
 
     spans = (0, 7, 20, 21), (0, 1, 20, 31)  # of two operations on each rank: it waits 6, 10
 
-    def names(ranks, ours):
-        ranks[:] = [["a", "b"]] * 2
+    def names(ranks, ours, group):
+        ranks[:] = [(["a", "b"], None)] * 2
 
     def numbers(ranks, ours):
         for rank in ranks:

@@ -12,10 +12,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
+from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
 from llm_demo.core.timer import AWAIT, MUTED, union, waiting
+from llm_demo.machine.dist import on_all_ranks
 from llm_demo.machine.files import write_text
 
 # what an operation by NVIDIA's copy engines consists of, see fsdp/copy_engines.py
@@ -60,8 +61,7 @@ class StepProfiler:
         path.unlink()
         self.profile = None
         n = self.last - self.first + 1
-        ranks = [None] * self.world.size
-        dist.all_gather_object(ranks, analyse(trace, n))
+        ranks = on_all_ranks(lambda: analyse(trace, n), self.world, caught=UserError)
         figures = combine(ranks)
         if self.world.rank == 0:
             title = f"steps {self.first} to {self.last}, figures of one step"

@@ -17,6 +17,7 @@ from llm_demo.core.mesh import World
 from llm_demo.core.timer import Timings, peak_host_gb, waiting
 from llm_demo.flags.args import Args, less_memory, parse_steps
 from llm_demo.machine.device import peak_tflops, this_device
+from llm_demo.machine.dist import on_all_ranks
 from llm_demo.machine.files import finite
 from llm_demo.machine.text import counted
 from llm_demo.run.folder import WARMUP, last_checkpoint, median, of_ranks, peaks_of
@@ -165,9 +166,7 @@ class Records:
 
     def ended(self) -> tuple[dict | None, list[float]]:
         """(the profiler's figures or None, each rank's peak host memory in 2**30 bytes)."""
-        host = [None] * self.world.size
-        dist.all_gather_object(host, round(peak_host_gb(), 3))
-        return self.figures, host
+        return self.figures, on_all_ranks(lambda: round(peak_host_gb(), 3), self.world)
 
     def _log_step(self, step: int, tokens: int, label_tokens: int, lr: float, read) -> None:
         t = read()
@@ -298,13 +297,6 @@ class Gather:
         self.world = world
         self.names, self.all_names = None, [[]]  # of this rank's operations, and of all ranks'
 
-    def numbers(self, mine: list[float]) -> list[list[float]]:
-        """Every rank's list; all have the same length."""
-        send = torch.tensor(mine, dtype=torch.float64)
-        ranks = [torch.empty_like(send) for _ in range(self.world.size)]
-        dist.all_gather(ranks, send)
-        return [rank.tolist() for rank in ranks]
-
     def step(self, mine: list[float], operations: dict) -> tuple[list[list[float]], list[float]]:
         """(every rank's `mine`, each rank's `waiting` in ms). operations: this rank's {operation:
         (start, end)}. Steps repeat operations, so names are exchanged only when they change."""
@@ -315,10 +307,12 @@ class Gather:
         times = [] if changed else [ms for span in operations.values() for ms in span]
         longest = 2 * max(map(len, self.all_names))
         padding = [0.0] * (longest - len(times))
-        ranks = self.numbers([changed, *mine, *times, *padding])
+        send = torch.tensor([changed, *mine, *times, *padding], dtype=torch.float64)
+        gathered = [torch.empty_like(send) for _ in range(self.world.size)]
+        dist.all_gather(gathered, send)
+        ranks = [rank.tolist() for rank in gathered]
         if any(rank[0] for rank in ranks):
-            self.names, self.all_names = names, [None] * self.world.size
-            dist.all_gather_object(self.all_names, names)
+            self.names, self.all_names = names, on_all_ranks(lambda: names, self.world)
             return self.step(mine, operations)
         at = 1 + len(mine)
         operations_of_ranks = []
