@@ -461,13 +461,6 @@ def decide_four_bits(args: Args, source, world: World) -> None:
 # ---------------------------------------------------------------- all of them
 
 
-def refuse_for_model(args: Args, source, world: World) -> None:
-    """Raise UserError on every rank for flags that don't work with a model. source: a Source."""
-    shares_of_heads(source.config, args.sequence_parallel)  # refuses what does not divide
-    refuse_flags(args, source.config, source.proof)
-    decide_four_bits(args, source, world)
-
-
 def decide_compute(
     args: Args, device: Device, dtype: torch.dtype, config, packs: list
 ) -> tuple[Compute, list[str]]:

@@ -35,13 +35,13 @@ from llm_demo.machine.device import dtype_name, prepare_device
 from llm_demo.machine.dist import from_rank0, once_per_node, same_on_all_nodes
 from llm_demo.machine.process import read_json
 from llm_demo.machine.text import counted
-from llm_demo.model.costs import Sizes, flops_of_slot, sizes_of
+from llm_demo.model.costs import Sizes, flops_of_slot, shares_of_heads, sizes_of
 from llm_demo.model.families import without_dropout
 from llm_demo.model.model_folder import Source, find_source
 from llm_demo.model.source import position_limit, with_date
 from llm_demo.model.weights_files import fingerprint, refuse_other_adapters
 from llm_demo.run.checkpoint_files import checked_facts, compare_shapes, find_checkpoint, weights_of
-from llm_demo.run.choices import Compute, decide_compute, refuse_for_model
+from llm_demo.run.choices import Compute, decide_compute, decide_four_bits, refuse_flags
 from llm_demo.run.folder import settings_to_resume
 from llm_demo.run.inputs import Sources, sources_of
 from llm_demo.run.log import Log
@@ -209,7 +209,9 @@ def read_model(
         lines.append(f"date: {day}, which the chat template prints: that of the run's first start")
         source = source._replace(tokenizer=tokenizer)
     refuse(source.config)
-    refuse_for_model(args, source, world)
+    shares_of_heads(source.config, args.sequence_parallel)  # refuses what does not divide
+    refuse_flags(args, source.config, source.proof)
+    decide_four_bits(args, source, world)
     lora = None
     if args.lora_rank:
         from llm_demo.model.adapters import decide_lora
