@@ -111,7 +111,8 @@ def _tokenise(
                     if isinstance(sample, str):
                         count_left_out(stats.skipped, sample, number, n)
                         continue
-                    stats.count_turns(reasons, number, n)
+                    for reason, turns in (+reasons).items():
+                        count_left_out(stats.turns, reason, number, n, turns)
                     stats.note_system(record)
                     yield sample, number, n
 

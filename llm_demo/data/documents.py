@@ -66,11 +66,6 @@ class Stats:
         }
         return cls(**{**facts, **left_out, "files": files})
 
-    def count_turns(self, reasons: Counter, file: int, row: int) -> None:
-        """Count a row's turns that are not learnt, and remarks. reasons: as of labels.encode."""
-        for reason, turns in (+reasons).items():
-            count_left_out(self.turns, reason, file, row, turns)
-
     def note_system(self, record) -> None:
         """Note the system prompt that a conversation begins with, if it is another one."""
         system = ""
