@@ -58,6 +58,7 @@ import torch
 
 from llm_demo.core.mesh import World
 from llm_demo.machine.dist import run
+from llm_demo.machine.text import first_line
 from llm_demo.run.checkpoint_files import find_checkpoint
 from llm_demo.run.export_run import export
 
@@ -94,8 +95,8 @@ def push(folder: Path, repo: str, private: bool = True) -> None:
             raise ValueError("it exists and is public: add --public or choose another name")
         api.upload_folder(repo_id=repo, folder_path=folder)
     except Exception as e:  # from several libraries below the hub's
-        reason = (str(e).strip().splitlines() or [repr(e)])[0]
-        raise UserError(f"--push_to_hub {repo}: {reason}; {folder} is complete") from e
+        said = first_line(e)
+        raise UserError(f"--push_to_hub {repo}: {said}; {folder} is complete") from e
     print(f"pushed {folder} to {repo}")
 
 

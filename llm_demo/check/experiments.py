@@ -16,7 +16,7 @@ from llm_demo.machine import device as hardware
 from llm_demo.machine.device import DTYPES, this_device
 from llm_demo.machine.dist import stay_on_loopback
 from llm_demo.machine.files import ROOT, cache_folder
-from llm_demo.machine.text import words_of
+from llm_demo.machine.text import first_line, words_of
 
 HEADS = [16, 8, 128, 128]  # of Qwen3-0.6B, as costs.Heads
 
@@ -29,7 +29,7 @@ def torch_facts() -> dict:
         try:
             torch.cuda.init()
         except Exception as e:
-            facts["why"] = str(e).strip().splitlines()[0]
+            facts["why"] = first_line(e)
         return facts
     kept, facts["left_out"], facts["only"] = hardware.cards()
     try:

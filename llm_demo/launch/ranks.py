@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from llm_demo.core.errors import UserError
 from llm_demo.machine.process import PARENT, number, stop_signals
-from llm_demo.machine.text import STOPPED
+from llm_demo.machine.text import STOPPED, first_line
 
 GRACE = 3  # seconds from SIGTERM to SIGKILL for the remaining ranks after one has failed
 BACKEND = "llm_demo"  # the name of where ranks meet
@@ -165,7 +165,7 @@ def start_ranks(node, command: list[str]) -> int:
         print(f"error: stopped by {signal.Signals(e.sigval).name}", file=sys.stderr)
         return 128 + e.sigval
     except RuntimeError as e:  # another node has ended
-        raise UserError(f"torchrun on node {node.rank}: {str(e).splitlines()[0]}") from e
+        raise UserError(f"torchrun on node {node.rank}: {first_line(e)}") from e
     return 0
 
 

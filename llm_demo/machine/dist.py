@@ -19,7 +19,7 @@ from llm_demo.core.mesh import World
 from llm_demo.machine import process
 from llm_demo.machine.device import drawn_on, refuse_gpus
 from llm_demo.machine.files import ROOT, disk_full
-from llm_demo.machine.text import STOPPED, counted
+from llm_demo.machine.text import STOPPED, counted, first_line
 
 
 def timeout() -> timedelta:
@@ -237,7 +237,7 @@ def verdict(
     if lost_peer(error):  # which prints the reason, and the launcher ends this rank
         return 1, f"rank {rank} lost the connection to another rank: see that rank's error", True
     if isinstance(error, dist.DistNetworkError) and not dist.is_initialized():
-        return 1, f"rank {rank} can't meet the other ranks: {str(error).splitlines()[0]}", False
+        return 1, f"rank {rank} can't meet the other ranks: {first_line(error)}", False
     if "Too many open files" in str(error):
         return 1, f"rank {rank}: Too many open files: raise the limit of ulimit -n", False
     reason = disk_full(error)

@@ -67,6 +67,11 @@ def words_of(error: BaseException) -> str:
     return text if plain else f"{type(error).__name__} {text}".strip()
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what a library says."""
+    return (str(error).strip().splitlines() or [repr(error)])[0]
+
+
 @contextlib.contextmanager
 def blame(file: Path | str, *kinds: type[Exception]):
     """Put a file's name before what a library says of it. kinds: of its errors; default: all but

@@ -23,7 +23,7 @@ from llm_demo.core.errors import UserError
 from llm_demo.data.codec import closes_reasoning, has_variable, template_of, writes_empty_blocks
 from llm_demo.flags.parsing import template_variables
 from llm_demo.machine.process import regular
-from llm_demo.machine.text import blame
+from llm_demo.machine.text import blame, first_line
 from llm_demo.model.check_config import ANY_LENGTH, problems_of
 from llm_demo.model.families import family_name, text_part
 from llm_demo.model.local_model import FILES, find_here, refuse_adapter, refuse_pointers
@@ -55,10 +55,9 @@ def find_model(
         else:
             folder = Path(snapshot_download(name, revision=revision, allow_patterns=files))
     except Exception as e:  # of the hub's client, or of what it connects by
-        reason = (str(e).strip().splitlines() or [repr(e)])[0]
         hub = "the hub at HF_ENDPOINT" if os.environ.get("HF_ENDPOINT") else "the hub"
         raise UserError(
-            f"no model at {name}: there is no such folder, and {hub} says: {reason}"
+            f"no model at {name}: there is no such folder, and {hub} says: {first_line(e)}"
         ) from e
     refuse_adapter(name, folder)
     return folder
