@@ -143,12 +143,6 @@ from llm_demo.run.cut import costs, split
 LARGEST = 64  # micro-batch size
 FEW = 2048  # tokens of a step and card up to which matrices may be spread
 COMPUTE = Compute(torch.bfloat16, "varlen", compile=True, rule="fla")
-LAUNCHERS = {
-    "fsdp": "fsdp/launch_fsdp.sh",
-    "pp": "pp/launch_pp.sh",
-    "fsdp_pp": "fsdp_pp/launch_fsdp_pp.sh",
-    "zero": "zero/launch_zero.sh",
-}
 DEVICE = "on the device"
 # of the report's table; a choice with several of these flags counts to the last
 WAYS = (
@@ -432,7 +426,8 @@ def best(found: list[Choice], ask) -> tuple[Choice, bool]:
 
 def line(choice: Choice, ask) -> str:
     """The command to paste."""
-    launcher = near(LAUNCHERS[choice.settings.engine])
+    engine = choice.settings.engine
+    launcher = near(f"{engine}/launch_{engine}.sh")
     words = f"--model_name_or_path {shlex.quote(ask.model)} --seq_len {ask.seq_len} {choice}"
     for flag in ("train_json", "tokenizer_name_or_path"):
         if getattr(ask, flag):
