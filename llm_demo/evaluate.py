@@ -215,7 +215,15 @@ def evaluate_file(path: str, packs: Rows, model, tokenizer, batch_size: int | No
     }
     asked = count if args.answer_regex else min(args.show, count)
     pairs = prompts_of(packs, asked, 10**9)
-    rows = answered(model, tokenizer, pairs, batch_size, args.max_new_tokens)
+    rows = []
+    if pairs:
+        prompts = [prompt for prompt, _ in pairs]
+        answers = in_batches(
+            batch_size,
+            model.device,
+            lambda batch: answers_of(batch, model, tokenizer, prompts, args.max_new_tokens),
+        )
+        rows = answers_in_words(tokenizer, pairs, answers)
     if args.answer_regex:
         same = []
         for row in rows:
@@ -225,21 +233,6 @@ def evaluate_file(path: str, packs: Rows, model, tokenizer, batch_size: int | No
         figures["exact"] = sum(same) / len(same) if same else None
         figures["exact_of"] = len(same)
     return figures | {"answers": rows[: args.show]}
-
-
-def answered(
-    model, tokenizer, pairs: list[tuple], batch_size: int | None, max_new_tokens: int
-) -> list[dict]:
-    """The model's answers, as of answers_in_words. pairs: (prompt, expected), in token ids."""
-    if not pairs:
-        return []
-    prompts = [prompt for prompt, _ in pairs]
-    answers = in_batches(
-        batch_size,
-        model.device,
-        lambda batch: answers_of(batch, model, tokenizer, prompts, max_new_tokens),
-    )
-    return answers_in_words(tokenizer, pairs, answers)
 
 
 def log(line: str) -> None:
