@@ -58,19 +58,14 @@ def main(argv: list[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     try:
-        refuse_other_file(args.out)
+        if regular(args.out).exists() and MARKER not in read_text(args.out)[:200]:
+            raise UserError(f"--out {args.out} exists and is not a report: choose another name")
         with blame(", ".join(map(str, args.runs))):
             page = page_of(read_runs(args.runs))
         write_text(args.out.resolve(), page)
     except OSError as e:
         raise UserError(f"{e.filename or args.out}: {e.strerror}") from e
     print(f"report: {args.out}")
-
-
-def refuse_other_file(out: Path) -> None:
-    """Raise UserError if `out` is a file, but no report."""
-    if regular(out).exists() and MARKER not in read_text(out)[:200]:
-        raise UserError(f"--out {out} exists and is not a report: choose another name")
 
 
 def read_runs(folders: list[Path]) -> list[SimpleNamespace]:
