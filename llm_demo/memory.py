@@ -329,11 +329,6 @@ def loss_bytes(sizes: Sizes, s: Settings) -> float:
     return sums + max(logits + copy, head)
 
 
-def attention_bytes(block: Cost, s: Settings) -> int:
-    """Bytes per token of what a block's attention returned, with the logarithms of the sums."""
-    return block.heads.queries * (block.heads.values * s.size + 4)
-
-
 def at_the_loss(sizes: Sizes, s: Settings, flight: dict[int, int]) -> tuple[float, float]:
     """Bytes of (activations, the loss) when they take most. flight: see in_flight."""
     n = len(sizes.blocks)
@@ -350,7 +345,8 @@ def at_the_loss(sizes: Sizes, s: Settings, flight: dict[int, int]) -> tuple[floa
         tokens += 4 * s.expert_parallel * block_input
     if s.engine == "fsdp_pp":  # outputs until their backward, and four slots for each neighbour
         tokens += (sum(flight.values()) + 8 * len(flight)) * block_input
-    tokens += sum(attention_bytes(b, s) for b in sizes.blocks[n - s.attention_kept :])
+    for block in sizes.blocks[n - s.attention_kept :]:  # output, logarithms of sums
+        tokens += block.heads.queries * (block.heads.values * s.size + 4)
     activations = s.tokens * tokens
     backward = s.tokens * max(passing_bytes(block, sizes, s) for block in {*sizes.blocks})
     loss = 0
