@@ -121,13 +121,14 @@ def on_meta(config):
 
 def block_costs(config) -> list[Cost]:
     """The cost of each decoder block, counted in transformers' own modules."""
-    layers = on_meta(config).model.layers
-    costs = [_cost(config, block, heads_of(config, i)) for i, block in enumerate(layers)]
-    windows = windows_of(config)
-    return [cost._replace(window=w) for cost, w in zip(costs, windows, strict=True)]
+    blocks = zip(on_meta(config).model.layers, windows_of(config), strict=True)
+    return [
+        _cost(config, block, heads_of(config, i), window)
+        for i, (block, window) in enumerate(blocks)
+    ]
 
 
-def _cost(config, block: nn.Module, heads: Heads) -> Cost:
+def _cost(config, block: nn.Module, heads: Heads, window: int | None) -> Cost:
     parameters = routed = cut = width = chosen = rule = 0
     rule_flops = 0.0
     mixing = 6 * heads.queries * (heads.width + heads.values)
@@ -161,7 +162,7 @@ def _cost(config, block: nn.Module, heads: Heads) -> Cost:
         active=active,
         rule_flops=rule_flops,
         mixing=mixing,
-        window=None,
+        window=window,
         routed=routed,
         cut=cut,
         width=width + dense_width(block, config.hidden_size),
@@ -222,10 +223,6 @@ def active_of(config) -> int:
     return sizes.ends + sum(block.active for block in sizes.blocks)
 
 
-def head_size(config) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
 def latent(config) -> bool:
     """Whether keys and values come from a latent vector (multi-head latent attention)."""
     return hasattr(config, "kv_lora_rank")
@@ -239,11 +236,11 @@ def heads_of(config, block: int = 0) -> Heads:
     """The shape of attention in a block."""
     if getattr(config, "is_heterogeneous", False):
         config = config.per_layer_config[block]
+    queries = config.num_attention_heads
     if latent(config):
         width, values = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     else:
-        width = values = head_size(config)
-    queries = config.num_attention_heads
+        width = values = getattr(config, "head_dim", None) or config.hidden_size // queries
     keys = getattr(config, "num_key_value_heads", None) or queries
     return Heads(queries, keys, width, values)
 
