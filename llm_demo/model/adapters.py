@@ -154,8 +154,7 @@ def choose_lora(args, config, base: dict, packed: Container[str] | None = None) 
     """What the flags mean for a model. config: from transformers. packed: names of the weights that
     its files have in 4 bits, if any. Raises UserError for names that it lacks, and for dropout with
     experts."""
-    lm = skeleton(config, "sdpa")
-    shapes = matrices_of({name: tuple(p.shape) for name, p in lm.named_parameters()})
+    shapes = matrices_in(config)
     names = list(dict.fromkeys(map(target_of, shapes)))
     asked = names
     if args.lora_targets != ALL:
@@ -182,7 +181,7 @@ def choose_lora(args, config, base: dict, packed: Container[str] | None = None) 
         active -= routed - routed // experts_of(config) * chosen_of(config)
     stored = None
     if args.base_bits == 4:
-        stored = in_4_bits(quantisable(lm), packed)
+        stored = in_4_bits(quantisable(skeleton(config, "sdpa")), packed)
     return lora._replace(parameters=total, routed=routed, active=active, in_4_bits=stored)
 
 
