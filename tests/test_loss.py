@@ -1,3 +1,5 @@
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -107,6 +109,24 @@ def test_the_heads_gradient_is_narrowed_in_place_if_memory_is_short(
         assert (V * D in sizes) == (not slim)
     for a, b in zip(*found, strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+@mock.patch.object(loss, "HEAD_SLICE", 13 * D)
+def test_slices_of_the_heads_gradient_start_where_products_are_fast():
+    hidden, weight, labels = case(30, torch.bfloat16)
+    value = cross_entropy_sum(hidden, weight, *label_positions(labels))
+    starts = set()
+
+    class Note(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if str(func.overloadpacket) in ("aten.mm", "aten.addmm"):
+                operands = [x for x in args if isinstance(x, torch.Tensor)]
+                starts.update(x.storage_offset() * x.itemsize for x in operands)
+            return func(*args, **(kwargs or {}))
+
+    with Note():
+        value.backward()
+    assert starts == {i * 8 * weight.itemsize for i in range(-(-V // 8))}
 
 
 @pytest.mark.parametrize("rows", [4096, 5])  # one chunk, several
