@@ -123,6 +123,13 @@ def test_every_command_named_exists():
     assert named <= {*SCRIPTS, *COMMANDS}
 
 
+def test_tables_of_throughput_say_what_is_counted():
+    pages = [text for text in (README, *DOCS.values()) if re.search(r"^\|.*toks/s", text, re.M)]
+    assert len(pages) > 8
+    for text in pages:
+        assert " ".join(text.split()).count("`toks/s` counts slots, padding included") == 1, text[:40]
+
+
 def test_every_variable_named_is_read_somewhere():
     named = set(re.findall(r"\b[A-Z][A-Z0-9]*_[A-Z_]+\b|\b[A-Z]{2,}(?==)", TEXT))
     named = {name for name in named if name.split("_")[0] not in NOT_OURS}
@@ -186,7 +193,7 @@ def test_the_keys_of_metrics_jsonl_are_those_written():
 
 def test_the_shapes_of_data_and_the_backends_are_those_there_are():
     formats = set(records.FORMATS)
-    assert {row[0].strip("`") for row in table(DOCS["data"], "Keys of a row")} == formats
+    assert {row[0].strip("`") for row in table(DOCS["data"], "Keys of an example")} == formats
     backends = [row[0].strip("`") for row in table(DOCS["check"], "Backends")]
     assert backends == list(attention.IMPLS)
 
