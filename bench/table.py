@@ -29,7 +29,7 @@ HEAD = (
     "setting", "step_ms", "toks/s", "peak_mem", "T_eff", "host_mem", "learnt/s", "comm_ms",
     "exposed", "MFU",
 )  # fmt: skip
-QUALITY = ("rank", "bytes sent", "held-out loss at the end", "held-out rows answered exactly")
+QUALITY = ("rank", "bytes sent", "held-out loss at the end", "held-out examples answered exactly")
 WAYS = ("way", "step_ms", "toks/s", "peak_mem", "ratio", "batch", "comm_ms")
 BATCH = ("micro_bsz", "GA", "ckpt", "dtype")
 SHORT = (*BATCH, "step_ms", "toks/s", "peak_mem", "comm_ms")

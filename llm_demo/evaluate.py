@@ -45,7 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="documents per batch, fewer if they are long; default: on a GPU as many as fit in "
         "memory, at most 256; on a CPU 32",
     )
-    add("--rows", type=whole(), default=0, help="the first documents of each file; 0: all")
+    add("--rows", type=whole(), default=0, help="the first examples of each file; 0: all")
     add("--dtype", choices=literals(TrainArgs, "dtype"), default="auto", help="dtype of the models")
     add(
         "--show",
@@ -77,7 +77,7 @@ def day(text: str) -> str:
 
 def check(args) -> None:
     """Raise UserError for flags that can't be used, for files and folders that are missing, and for
-    bad rows."""
+    bad examples."""
     if args.answer_regex and args.train_on_prompt:
         raise UserError(
             "--answer_regex does not work with --train_on_prompt: no token is an answer"
@@ -98,7 +98,7 @@ def check(args) -> None:
 
 
 def data_flags(args) -> DataArgs:
-    """The flags of the data, which is held out: bad rows are not skipped."""
+    """The flags of the data, which is held out: bad examples are not skipped."""
     flags = {name: getattr(args, name) for name in names_of("evaluate")}
     flags["seq_len"] = args.seq_len or 0
     return DataArgs(pack_sequences=False, skip_bad_rows=None, **flags)
@@ -345,12 +345,12 @@ def answers_in_markdown(models: list[str], files: tuple[dict, ...]) -> list[str]
         counts = ", ".join(f"{m} {f['rows']:,}" for m, f in zip(models, files, strict=True))
         return [
             "",
-            f"The models read different rows of {name} ({counts}): a template or a limit of length "
-            "skips some. Their figures can't be compared.",
+            f"The models read different examples of {name} ({counts}): a template or a limit of "
+            "length skips some. Their figures can't be compared.",
         ]
     lines = []
     for k, shown in enumerate(files[0]["answers"]):
-        lines += ["", f"**{name}, row {k + 1}**"]
+        lines += ["", f"**{name}, example {k + 1}**"]
         lines += ["", f"> prompt: {shortened(shown['prompt'])}"]
         lines += ["", f"- expected: {shortened(shown['expected'])}"]
         for model, f in zip(models, files, strict=True):

@@ -22,15 +22,15 @@ FAULTS = {  # a row or line, what an error says of it, its reason when it is ski
     "null": (GOOD | {"completion": None}, "completion must be text, not null"),
     "number": (GOOD | {"completion": 7}, "completion must be text, not 7"),
     "object": ({"prompt": {"a": 1}, "completion": "yo"}, "prompt must be text, not {\"a\": 1}"),
-    "missing": ({"prompt": "hi"}, "no 'completion' in this row"),
-    "other format": ({"text": "x"}, "no 'prompt' or 'completion' in this row"),
-    "empty": ({}, "no 'prompt' or 'completion' in this row"),
-    "array": ("[1]\n", "a row must be a JSON object, not [1]"),
+    "missing": ({"prompt": "hi"}, "no 'completion' in this example"),
+    "other format": ({"text": "x"}, "no 'prompt' or 'completion' in this example"),
+    "empty": ({}, "no 'prompt' or 'completion' in this example"),
+    "array": ("[1]\n", "an example must be a JSON object, not [1]"),
     "broken": ('{"prompt": "hi\n', "broken JSON: Unterminated string starting"),
     "twice": ('{"prompt": 1, "prompt": 2}\n',
               "broken JSON: an object has the key 'prompt' twice: 1 and 2"),
     "picture": (GOOD | {"images": ["a"]},
-                "this row has 'images', but only text can be learnt: leave such rows out"),
+                "this example has 'images', but only text can be learnt: leave such examples out"),
 }  # fmt: skip
 
 
@@ -55,17 +55,19 @@ def test_all_are_in_one_error(tmp_path):
     rows = [row for row, _ in FAULTS.values()]
     path = write(tmp_path / "x.jsonl", *rows[:5], GOOD, *rows[5:], GOOD)
     message = message_of(path)
-    assert message.startswith(f"10 bad rows: {path}:1: completion must be text, not null; {path}:2")
+    assert message.startswith(
+        f"10 bad examples: {path}:1: completion must be text, not null; {path}:2"
+    )
     numbers = [1, 2, 3, 4, 5, 7, 8, 9, 10, 11]  # the good one is line 6
     for n, (_, what) in zip(numbers, FAULTS.values(), strict=True):
         assert f"{path}:{n}: {what}" in message
-    assert message.endswith("; --skip_bad_rows skips bad rows") and "accepted" not in message
+    assert message.endswith("; --skip_bad_rows skips bad examples") and "accepted" not in message
     one = write(tmp_path / "one.jsonl", GOOD, rows[1])
     assert message_of(one) == (
-        f"{one}:2: completion must be text, not 7; --skip_bad_rows skips bad rows"
+        f"{one}:2: completion must be text, not 7; --skip_bad_rows skips bad examples"
     )
     long = message_of(write(tmp_path / "x.jsonl", *[{"a" * 999: 1}] * 12, GOOD))
-    assert long.startswith("12 bad rows, the first 10: ") and len(long) < 4000
+    assert long.startswith("12 bad examples, the first 10: ") and len(long) < 4000
 
 
 def test_in_every_kind_of_file(tmp_path):
@@ -76,7 +78,7 @@ def test_in_every_kind_of_file(tmp_path):
     (tmp_path / "x.csv").write_bytes(b"prompt,completion\nhi,a\nhi\nhi,b\n\nhi\n")
     for kind in ("parquet", "json", "csv"):
         path = str(tmp_path / f"x.{kind}")
-        assert message_of(path).startswith(f"2 bad rows: {path}, row 2: ")
+        assert message_of(path).startswith(f"2 bad examples: {path}, row 2: ")
         assert f"; {path}, row 4: " in message_of(path)
         packs = load(path, skip_bad_rows=True)
         assert len(packs.row_docs) == 2 and packs.documents.row_numbers.tolist() == [1, 3]
@@ -88,12 +90,12 @@ def test_they_are_skipped_and_counted(tmp_path):
     path, said = write(tmp_path / "x.jsonl", *rows, *rows[:2], GOOD, *turns, GOOD), []
     packs = load(path, said, skip_bad_rows=True, pack=False)
     assert [first(packs, row) for row in range(len(packs))] == [golden(YO)] * 2
-    counts = dict.fromkeys([f"bad row: {what}" for _, what in FAULTS.values()], 1)
-    counts["bad row: no 'prompt' or 'completion' in this row"] = 4
+    counts = dict.fromkeys([f"bad example: {what}" for _, what in FAULTS.values()], 1)
+    counts["bad example: no 'prompt' or 'completion' in this example"] = 4
     cut = {re.sub(", not .*|(?<=twice): .*", "", what): n for what, n in counts.items()}
-    assert skipped(packs) == cut | {"bad row: completion must be text": 4}
-    assert f"data: {path}: prompt/completion (first row), 16 rows" in said
-    line = f"data: skipped 4 rows: bad row: completion must be text (first {path}:1)"
+    assert skipped(packs) == cut | {"bad example: completion must be text": 4}
+    assert f"data: {path}: prompt/completion (first example), 16 examples" in said
+    line = f"data: skipped 4 examples: bad example: completion must be text (first {path}:1)"
     assert line in said
     said.clear()
     assert load(path, said, skip_bad_rows=True).documents.stats.cache_hit and line in said
@@ -109,7 +111,7 @@ def test_the_first_row_may_be_bad(tmp_path):
         path, said = write(tmp_path / "x.jsonl", FAULTS[what][0], GOOD, GOOD), []
         assert message_of(path).startswith(f"{path}:1: {FAULTS[what][1]}")
         assert len(load(path, said, skip_bad_rows=True).row_docs) == 2
-        assert said[0] == f"data: {path}: prompt/completion (row 2), 3 rows"
+        assert said[0] == f"data: {path}: prompt/completion (example 2), 3 examples"
 
 
 def test_reasons_are_few(tmp_path):
@@ -117,7 +119,9 @@ def test_reasons_are_few(tmp_path):
     places = [{"messages": [TURN] * n + [TURN | {"content": None}]} for n in range(5)]
     good = {"messages": [TURN, TURN | {"role": "assistant"}]}
     path, said = write(tmp_path / "x.jsonl", *places, *roles, good), []
-    assert skipped(load(path, said, skip_bad_rows=True))["bad row: messages[…] must be text"] == 5
+    assert (
+        skipped(load(path, said, skip_bad_rows=True))["bad example: messages[…] must be text"] == 5
+    )
     assert len([line for line in said if line.startswith("data: skipped")]) == 50
 
 
@@ -132,7 +136,7 @@ def test_nothing_but_bad_rows(tmp_path):
             load(f"{good},{path}", skip_bad_rows=True, cache_dir=str(tmp_path / "cache"))
     path = write(tmp_path / "x.jsonl", {"frage": "a"}, "{\n", {"frage": "b"})
     for skip in (False, True):
-        assert message_of(path, skip_bad_rows=skip).startswith(f"{path}:1: unknown row format")
+        assert message_of(path, skip_bad_rows=skip).startswith(f"{path}:1: unknown format")
 
 
 def test_what_is_learnt_is_never_skipped_over(tmp_path):
@@ -142,9 +146,9 @@ def test_what_is_learnt_is_never_skipped_over(tmp_path):
     for mark in ({"no_loss": True}, {"weight": 0.5}, {"train": 0, "loss": 1}, {"mask": True}):
         odd = {"messages": [turns[0], turns[1] | mark]}
         path = write(tmp_path / "x.jsonl", null, good, odd, odd)
-        with refused(rf"2 bad rows: {path}:3: .*; {path}:4: [^;]*$"):
+        with refused(rf"2 bad examples: {path}:3: .*; {path}:4: [^;]*$"):
             load(path, skip_bad_rows=True)
-        with refused(rf"3 bad rows: {path}:1: [^;]*; {path}:3: .*; {path}:4: [^;]*$"):
+        with refused(rf"3 bad examples: {path}:1: [^;]*; {path}:3: .*; {path}:4: [^;]*$"):
             load(path)
     ids = {"input_ids": [5, 6], "labels": [5, 6]}
     for odd in ({"prompt_mask": [0, 1]}, {"labels": [6, 7]}, {"loss_mask": [0, 0]}):
@@ -161,7 +165,7 @@ def test_held_out_rows_are_never_skipped(tmp_path, monkeypatch):
     def load_both(**flags):
         return data_of_a_run(train_json=train, skip_bad_rows=True, seq_len=64, **flags)
 
-    with refused(rf"^2 bad rows: {held}:2: broken JSON: [^;]*; {held}:3: broken JSON: [^;]*$"):
+    with refused(rf"^2 bad examples: {held}:2: broken JSON: [^;]*; {held}:3: broken JSON: [^;]*$"):
         load_both()
     parts = load_both(eval_json="none", eval_fraction=0.3)
     assert [len(packs.row_docs) for packs in parts] == [2, 1]
@@ -174,7 +178,9 @@ def test_a_check_before_ranks_start_is_short(tmp_path):
     began = time.process_time()
     check_rows([write(tmp_path / "x.jsonl", line * CHECKED, "{\n")], DataArgs())  # the ranks do
     assert time.process_time() - began < 3
-    with refused(f"2 bad rows: .*x.jsonl:1: broken JSON.*; .*x.jsonl:{CHECKED + 2}: broken JSON"):
+    with refused(
+        f"2 bad examples: .*x.jsonl:1: broken JSON.*; .*x.jsonl:{CHECKED + 2}: broken JSON"
+    ):
         check_rows([write(tmp_path / "x.jsonl", "{\n", line * CHECKED, "{\n")], DataArgs())
     array = write(tmp_path / "x.json", json.dumps([GOOD, {}]))
     check_rows([array, "openai/gsm8k:test"], DataArgs())
@@ -192,6 +198,8 @@ def test_before_torch_is_imported(command, tmp_path, record_property):
     env = {"PYTHONPATH": str(tmp_path), "PYTHON": sys.executable}
     done = run([*command.split(), path], fresh=True, **env)
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
-    assert line.startswith(f"error: 2 bad rows: {path}:2: broken JSON: Expecting property name ")
+    assert line.startswith(
+        f"error: 2 bad examples: {path}:2: broken JSON: Expecting property name "
+    )
     assert f"; {path}:4: prompt must be text, not 7" in line and done.returncode == 2
     assert "skip_bad_rows" in line or command == EVALUATE

@@ -125,9 +125,9 @@ def test_rows_with_nothing_to_learn_are_dropped_and_counted(tmp_path):
     assert documents(packs) == [golden("<S>user\nhi<E>\n<S>assistant\n⟦yo<E>⟧\n")]
     empty = "the assistant turn is empty"
     assert skipped(packs) == {empty: 1, "nothing to learn within seq_len": 1}
-    assert any(f"skipped 1 row: {empty} (first {path}:2)" in line for line in lines)
+    assert any(f"skipped 1 example: {empty} (first {path}:2)" in line for line in lines)
     write_rows(tmp_path / "x.jsonl", rows[1])
-    with pytest.raises(UserError, match=f"all rows are skipped: 1 x {empty}"):
+    with pytest.raises(UserError, match=f"all examples are skipped: 1 x {empty}"):
         load(path)
 
 

@@ -48,7 +48,7 @@ BAD_DATA = {
     "empty.jsonl": ("", "empty.jsonl is empty"),
     "nothing.jsonl": ('{"prompt": "Why?", "completion": ""}\n', "nothing"),
     "tokens.jsonl": ('{"input_ids": [1, 2, 999999]}', "token 999999, but the model knows"),
-    "numbers.json": ("[1, 2]", "numbers.json, row 1: a row must be a JSON object"),
+    "numbers.json": ("[1, 2]", "numbers.json, row 1: an example must be a JSON object"),
 }
 # DeepSpeed's switches in files: (scripts, "zero_optimization" or all of the file, what is said)
 BAD_ZERO = [

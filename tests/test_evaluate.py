@@ -186,11 +186,11 @@ def test_answers_to_other_rows_are_not_put_side_by_side():
         return {"model": model, "files": [{**figures, "tokens": 3, "answers": answers}]}
 
     together = evaluate.markdown([of("a", "one", "two"), of("b", "one", "two")])
-    assert "different rows" not in together and together.count("**x.jsonl, row 2**") == 1
+    assert "different examples" not in together and together.count("**x.jsonl, example 2**") == 1
     assert "- a: two by a\n- b: two by b" in together
     for other in (of("b", "two", "three"), of("b", "two")):
         apart = evaluate.markdown([of("a", "one", "two"), other])
-        assert "read different rows of x.jsonl (a 2, b " in apart and "expected" not in apart
+        assert "read different examples of x.jsonl (a 2, b " in apart and "expected" not in apart
 
 
 def test_results_of_answers():

@@ -1,4 +1,4 @@
-"""The share of held-out rows answered exactly: one forward tells what greedy decoding gives."""
+"""The share of held-out examples answered exactly: one forward tells what greedy decoding gives."""
 
 import types
 

@@ -317,4 +317,4 @@ def test_a_loss_measured_after_the_checkpoint_is_on_the_card(tmp_path):
     assert heldout_of(step, facts) == "1.2500"
     assert heldout_of(step, facts | {"step": 3}) == "not measured"
     measured = facts | {"eval_loss": 2.0, "exact": [[4, 0.5]]}
-    assert heldout_of(step, measured) == "2.0000, 50.0% of the rows answered exactly"
+    assert heldout_of(step, measured) == "2.0000, 50.0% of the examples answered exactly"

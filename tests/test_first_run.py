@@ -112,6 +112,6 @@ def evaluations(done, folder):
     logged = [json.loads(line) for line in (folder / "run/metrics.jsonl").open()]
     before, after = (r for r in logged if "eval/loss" in r)
     shares = before["eval/exact"], after["eval/exact"]
-    line = "held-out rows answered exactly: {:.1%} before, {:.1%} after\n".format(*shares)
+    line = "held-out examples answered exactly: {:.1%} before, {:.1%} after\n".format(*shares)
     assert line in done.stdout
     return before, after

@@ -313,7 +313,7 @@ def test_help_and_what_is_missing_take_no_seconds(program, words, message, work)
 
 @pytest.fixture
 def work(tmp_path, monkeypatch):
-    """The working folder, with a folder that holds a file and bad rows."""
+    """The working folder, with a folder that holds a file and bad examples."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file.jsonl").touch()

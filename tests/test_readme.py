@@ -127,7 +127,9 @@ def test_tables_of_throughput_say_what_is_counted():
     pages = [text for text in (README, *DOCS.values()) if re.search(r"^\|.*toks/s", text, re.M)]
     assert len(pages) > 8
     for text in pages:
-        assert " ".join(text.split()).count("`toks/s` counts slots, padding included") == 1, text[:40]
+        assert " ".join(text.split()).count("`toks/s` counts slots, padding included") == 1, text[
+            :40
+        ]
 
 
 def test_every_variable_named_is_read_somewhere():

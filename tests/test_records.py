@@ -1,4 +1,4 @@
-"""File formats: every shape of row becomes the same conversation, every bad row is named."""
+"""File formats: every shape of row becomes the same conversation, every bad example is named."""
 
 import json
 
@@ -173,7 +173,7 @@ def test_media_are_refused_by_each_name(tmp_path):
     for key in ("image", "images", "video", "videos", "audio", "audios"):
         of_turn = messages(("user", "x"), ("assistant", "y"))
         of_turn["messages"][0][key] = ["a"]
-        for row, where in (({**GOOD, key: ["a"]}, "this row"), (of_turn, r"messages\[0\]")):
+        for row, where in (({**GOOD, key: ["a"]}, "this example"), (of_turn, r"messages\[0\]")):
             with pytest.raises(UserError, match=f":1: {where} has '{key}', but only text"):
                 load(write(tmp_path / "x.jsonl", row))
 
@@ -319,8 +319,8 @@ def test_files_by_list_and_glob(tmp_path):
     assert find_files(f"{tmp_path}/*.heldout.jsonl")[0] == [held_out]
     lines = []
     load(f"{a},{b}", log=lines.append, cache_dir=str(tmp_path / "cache"))
-    assert lines[0] == f"data: {a}: text (first row), 1 row"
-    assert lines[1] == f"data: {b}: prompt/completion (first row), 1 row"
+    assert lines[0] == f"data: {a}: text (first example), 1 example"
+    assert lines[1] == f"data: {b}: prompt/completion (first example), 1 example"
 
 
 def messages(*turns):
@@ -344,10 +344,10 @@ BAD_ROWS = [
     # the last row of a file, and what the message says behind the file's name
     ('{"prompt": \n', ":2: broken JSON: Expecting value at column 11"),
     ('{"prompt": "a\tb"}\n', ":2: broken JSON: Invalid control character at column 14"),
-    ({"text": "x"}, ":2: no 'prompt' or 'completion' in this row, keys: text; the file is read as"),
+    ({"text": "x"}, ":2: no 'prompt' or 'completion' in this example, keys: text; the file is"),
     ({"prompt": "x", "completion": None}, ":2: completion must be text, not null"),
     ("\n", " is empty"),
-    ({"a": 1, "b": 2}, ":1: unknown row format, keys: a, b; accepted: messages, conv"),
+    ({"a": 1, "b": 2}, ":1: unknown format, keys: a, b; accepted: messages, conv"),
     (answer(content=None), ":1: messages[0] must be text, not null"),
     (answer(content=[PART, {"type": "image", "image": "a", "text": ""}]),
      ":1: messages[0] has a part of type 'image'"),
@@ -371,8 +371,8 @@ BAD_ROWS = [
      ":1: messages[0]: reasoning_content must be text, not 1"),
     (messages(("user", "x"), ("narrator", "y")), ":1: messages[1] has unknown role 'narrator'"),
     ({"question": "q", "choices": ["a", "b"], "answer": "0"},
-     ":1: unknown row format, keys: question, choices, answer"),
-    ({"role": "prompter", "text": "x"}, ":1: a row is one turn (role, text): collect the turns"),
+     ":1: unknown format, keys: question, choices, answer"),
+    ({"role": "prompter", "text": "x"}, ":1: an example is one turn (role, text): collect the"),
     ({"prompt": {"0": "x"}, "completion": {"0": "y"}}, ":1: prompt must be text, not"),
     ({"messages": "x"}, ":1: 'messages' must be a list of turns, not"),
     ({"messages": ["x"]}, ":1: messages[0] must be an object, not"),

@@ -68,7 +68,9 @@ def test_alpaca_system_and_history(tmp_path, form):
     said = []
     before = "<S>system\ns<E>\n<S>user\na<E>\n<S>assistant\n⟦b<E>⟧\n<S>user\nc<E>\n<S>assistant\n"
     assert first(load(path, said=said)) == golden(f"{before}⟦d<E>⟧\n{YO}")
-    found = f"data: {path}: also used: system (1 row), history (1 row) (its answers are learnt)"
+    found = (
+        f"data: {path}: also used: system (1 example), history (1 example) (its answers are learnt)"
+    )
     assert found in said
     last = before.replace("⟦", "").replace("⟧", "") + f"d<E>\n{YO}"
     assert first(load(path, learn_turns="last")) == golden(last)
@@ -117,7 +119,7 @@ def test_a_turn_marked_so_is_not_learnt(tmp_path, mark, key):
     path, said = write(tmp_path / "x.jsonl", {key: turns}), []
     packs = load(path, template, said)  # the template does not see the marks
     assert first(packs) == golden(f"<S>user\na<E>\n<S>assistant\nb<E>\n{YO}")
-    line = f"data: not learnt: 1 turn in 1 row: {labels.MARKED} (first {path}:1)"
+    line = f"data: not learnt: 1 turn in 1 example: {labels.MARKED} (first {path}:1)"
     assert line in said
     said.clear()
     assert load(path, template, said).documents.stats.cache_hit and line in said
@@ -177,7 +179,7 @@ def test_marks_of_unknown_names(tmp_path, keys):
 @pytest.mark.parametrize("pair", [PAIR, {"text": "yo"}, {"input_ids": [5, 6]}])
 def test_marks_of_a_row(tmp_path, pair):
     for mark in ({"train": False}, {"weight": 0}, {"loss_mask": [0, 1, 0]}, {"loss_scale": "0"}):
-        message = "(this row has '{0}'|'{0}' is not known|'{0}' must be)".format(*mark)
+        message = "(this example has '{0}'|'{0}' is not known|'{0}' must be)".format(*mark)
         not_loaded(write(tmp_path / "x.jsonl", pair | mark), f"x.jsonl:1: {message}")
     load(write(tmp_path / "x.jsonl", pair | {"train": True, "score": 0, "loss": 1.5}))
 
@@ -212,7 +214,7 @@ def test_keys_that_are_not_used_are_listed_once_a_file(tmp_path):
         said = []
         load(path, said=said)
         assert [line for line in said if " used: " in line or " unused " in line] == [
-            f"data: {path}: unused keys: id (3 rows), source (1 row), tools (1 row)"
+            f"data: {path}: unused keys: id (3 examples), source (1 example), tools (1 example)"
         ]
 
 
@@ -249,8 +251,10 @@ def test_turns_that_cannot_be_learnt_are_counted(tmp_path):
     start = "<S>user\na<E>\n<S>assistant\n"
     text = f"{start}b<E>\n<S>user\nc<E>\n<S>assistant\nd<E>\n<S>user\ne<E>\n<S>assistant\n"
     assert first(packs) == golden(f"{text}⟦<think>\nr\n</think>\n\nf<E>⟧\n")
-    assert f"data: not learnt: 2 turns in 1 row: {reasons.NO_REASONING} (first {path}:1)" in said
-    assert f"data: not learnt: 1 turn in 1 row: {reasons.EMPTY_TURN} (first {path}:2)" in said
+    assert (
+        f"data: not learnt: 2 turns in 1 example: {reasons.NO_REASONING} (first {path}:1)" in said
+    )
+    assert f"data: not learnt: 1 turn in 1 example: {reasons.EMPTY_TURN} (first {path}:2)" in said
     assert "--chat_template" in reasons.NO_REASONING and skipped(packs) == {}
     keeps = load(path, CHATML, pack=False)  # what the line advises
     learnt = f"{start}⟦{think('b')}<E>⟧\n<S>user\nc<E>\n<S>assistant\n⟦{think('d')}<E>⟧\n"
@@ -286,7 +290,7 @@ def test_csv_cells_are_text(tmp_path):
             "x.csv, row 1: the header has 2 columns, the row has 3 cells; quote cells",
         ),
         ("prompt,completion,\nq\n", "x.csv, row 1: the header has 3 columns, the row has 1 cell"),
-        ("a;b\n1;2\n", "x.csv, row 1: unknown row format, keys: a;b; accepted"),
+        ("a;b\n1;2\n", "x.csv, row 1: unknown format, keys: a;b; accepted"),
         ("a,a\n1,2\n", "two columns are named 'a'"),
         ('a,b\n1,"2\n', "x.csv: can't be read behind row 0: unexpected end of data"),
         ("a,b\n", "is empty"),
@@ -444,7 +448,7 @@ def test_parquet_files_that_are_unlike_json(tmp_path):
     pq.write_table(pa.table({"prompt": ["a", "b"], "completion": ["c", "d"], "map": pairs}), path)
     assert len(load(path).row_docs) == 2
     for prompts, message in (
-        (pa.array([], pa.string()), "x.parquet is empty: it has no rows to train on"),
+        (pa.array([], pa.string()), "x.parquet is empty: it has no examples to train on"),
         ([None, "b"], "x.parquet, row 1: prompt must be text, not null"),
         (["a", None], "x.parquet, row 2: prompt must be text, not null"),
         ([b"a", b"b"], "x.parquet, row 1: prompt must be text, not"),
@@ -539,7 +543,7 @@ def test_a_file_that_is_trained_and_evaluated_on_is_named(tmp_path):
         data_of_a_run(said, train_json=f"{tmp_path}/*.jsonl", eval_json=str(same))
         line = (
             f"warning: {same} is held out and also in the training data: its held-out loss and "
-            "exact answers are those of rows that are learnt"
+            "exact answers are those of examples that are learnt"
         )
         assert line in said
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from llm_demo.core.errors import UserError
 
-NAMED = 10  # bad rows in an error
+NAMED = 10  # bad examples in an error
 OF_ONE_ROW = r" at column \d+|, (keys:|not) .*|(?<=twice): .*"
 
 
@@ -37,13 +37,13 @@ class BadRows:
             return self.first[0]
         few = f", the first {NAMED}" if self.count > NAMED else ""
         rows = "; ".join(_shortened(each, 200) for each in self.first)
-        return f"{self.count:,} bad rows{few}: {rows}"
+        return f"{self.count:,} bad examples{few}: {rows}"
 
 
 def short_reason(error: str) -> Bad:
-    """What is wrong with a bad row, without what differs between rows, and without hints."""
+    """What is wrong with a bad example, without what differs between rows, and without hints."""
     text = re.sub(OF_ONE_ROW, "", _shortened(error, 100))
-    return Bad(re.sub(r"\[\d+\]", "[…]", f"bad row: {text}"))
+    return Bad(re.sub(r"\[\d+\]", "[…]", f"bad example: {text}"))
 
 
 def _shortened(text: str, most: int) -> str:

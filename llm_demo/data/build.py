@@ -53,7 +53,7 @@ def write_documents(folder: str, files: list[str], codec: Codec, flags, limit: i
     if not documents.size:
         reasons = itertools.islice(stats.skipped.items(), MOST_LINES)
         why = "; ".join(f"{s.rows:,} x {reason} ({stats.first(s)})" for reason, s in reasons)
-        raise UserError(f"{', '.join(files)}: all rows are skipped: {why}")
+        raise UserError(f"{', '.join(files)}: all examples are skipped: {why}")
     np.save(f"{folder}/documents.npy", documents)
     tokenizer = codec.tokenizer
     pads = [i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None]

@@ -1,4 +1,4 @@
-"""Looks for bad rows before ranks start. Nothing heavy is imported."""
+"""Looks for bad examples before ranks start. Nothing heavy is imported."""
 
 import itertools
 
@@ -10,9 +10,9 @@ CHECKED = 20_000  # rows of each file: at most two seconds
 
 
 def check_rows(files: list[str], flags) -> None:
-    """Raise UserError for bad rows at the beginning of local files. A file with one is read to its
-    end, so that the error has all its bad rows. What is behind is read once the tokenizer is there,
-    and so are arrays, which are read as a whole."""
+    """Raise UserError for bad examples at the beginning of local files. A file with one is read to
+    its end, so that the error names all its bad examples. The rest of a file, and arrays, are read
+    later, when the tokenizer is loaded."""
     for path in files:
         if not hub_parts(path) and not is_array(path):
             _, rows = open_rows(read_rows(path), f"{path}{place_of(path)}", flags)

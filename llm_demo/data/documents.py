@@ -85,7 +85,7 @@ class Stats:
         lines = []
         for file in self.files:
             keys = "/".join(file.keys)
-            lines.append(f"data: {file.path}: {keys} ({file.why}), {counted(file.rows, 'row')}")
+            lines.append(f"data: {file.path}: {keys} ({file.why}), {counted(file.rows, 'example')}")
         for file in self.files:
             if file.used:
                 note = " (its answers are learnt)" if "history" in file.used else ""
@@ -110,11 +110,11 @@ class Stats:
         from llm_demo.data.reasons import REMARKS
 
         for reason, n in self.turns.items():
-            turns = f"{counted(n.turns, 'turn')} in {counted(n.rows, 'row')}"
+            turns = f"{counted(n.turns, 'turn')} in {counted(n.rows, 'example')}"
             lost = "" if reason in REMARKS else "not learnt: "
             lines.append(f"data: {lost}{turns}: {reason} ({self.first(n)})")
         for reason, n in itertools.islice(self.skipped.items(), MOST_LINES):
-            lines.append(f"data: skipped {counted(n.rows, 'row')}: {reason} ({self.first(n)})")
+            lines.append(f"data: skipped {counted(n.rows, 'example')}: {reason} ({self.first(n)})")
         return lines
 
     def _line_on_cut(self, seq_len: int) -> str:
@@ -170,5 +170,5 @@ def count_left_out(
 
 def _listed(rows: dict[str, int]) -> str:
     """Keys and how many rows have each; of many, the first twelve."""
-    keys = [f"{key or '(no name)'} ({counted(n, 'row')})" for key, n in rows.items()]
+    keys = [f"{key or '(no name)'} ({counted(n, 'example')})" for key, n in rows.items()]
     return ", ".join(keys[:12]) + (" …" if len(keys) > 12 else "")

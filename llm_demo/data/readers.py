@@ -37,12 +37,12 @@ def read_rows(path: str, bar=None) -> Iterator[tuple[int, dict | Bad]]:
                 continue
             empty = False
             if not isinstance(row, dict | Bad):
-                row = Bad(f"a row must be a JSON object, not {json.dumps(row)[:50]}")
+                row = Bad(f"an example must be a JSON object, not {json.dumps(row)[:50]}")
             yield number, row
     except (OSError, ValueError, csv.Error, pyarrow.ArrowException) as error:
         raise UserError(f"{path}: can't be read behind row {number}: {words_of(error)}") from None
     if empty:
-        raise UserError(f"{path} is empty: it has no rows to train on")
+        raise UserError(f"{path} is empty: it has no examples to train on")
 
 
 def place_of(path: str) -> str:

@@ -35,5 +35,7 @@ WITH_REASONING = (
 )
 ONLY_CLOSED = "their reasoning has no opening tag; all before </think> is context"
 SPECIALS_INSIDE = "special tokens stand in their text; they are read as special tokens"
-NO_VARIABLE = "the row's chat_template_kwargs name a variable that the chat template does not have"
+NO_VARIABLE = (
+    "the example's chat_template_kwargs name a variable that the chat template does not have"
+)
 REMARKS = (UNOPENED, WITH_REASONING, ONLY_CLOSED, SPECIALS_INSIDE, NO_VARIABLE)

@@ -66,7 +66,7 @@ CONTENT = ("content", "value")
 ARGUMENTS = ("arguments", "parameters", "args", "input", "kwargs")  # of a call, likewise
 TEXT_PARTS = (None, "text", "input_text", "output_text")  # types
 TURN = {"role", "from", *CONTENT, "tool_calls", "function_call", *REASONING_KEYS}
-ONLY_TEXT = "only text can be learnt: leave such rows out"
+ONLY_TEXT = "only text can be learnt: leave such examples out"
 CHOICES = {"choices", "options"}  # a question of several choices, which the answer may only number
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 TRIED = 1000  # rows of which one must be in a known format
@@ -99,11 +99,11 @@ def detect_format(row: dict, flags) -> RowFormat:
     found = _format_of(filled) or _format_of(row.keys())
     if found is None:
         keys = ", ".join(row) or "(none)"
-        raise UserError(f"unknown row format, keys: {keys}; accepted: {ACCEPTED}")
+        raise UserError(f"unknown format, keys: {keys}; accepted: {ACCEPTED}")
     if found.format == "text" and isinstance(row.get("role"), str):
         raise UserError(
-            "a row is one turn (role, text): collect the turns of each conversation in one row, as "
-            "a list under 'messages'"
+            "an example is one turn (role, text): collect the turns of each conversation in one "
+            "example, as a list under 'messages'"
         )
     return found
 
@@ -114,7 +114,7 @@ def _format_of(present) -> RowFormat | None:
         for keys in choices:
             numbered = keys == ("question", "answer") and CHOICES & present
             if present >= set(keys) and not numbered:
-                return RowFormat(name, keys, "first row")
+                return RowFormat(name, keys, "first example")
     return None
 
 
@@ -144,8 +144,8 @@ def _detect(begin: list[tuple[int, dict | Bad]], place: str, flags) -> RowFormat
         except UserError as error:
             problem = problem or UserError(f"{place}{n}: {error}")
             continue
-        if problem and row_format.why == "first row":
-            row_format = row_format._replace(why=f"row {n}")
+        if problem and row_format.why == "first example":
+            row_format = row_format._replace(why=f"example {n}")
         return row_format
     raise problem
 
@@ -168,13 +168,13 @@ def _records(
                 bad.add(f"{place}{n}", error)
             continue
         good += 1
-        if not bad.count:  # else only the other bad rows matter
+        if not bad.count:  # else only the other bad examples matter
             yield n, row, record
     if bad.count:
         can_skip = flags.skip_bad_rows is False and good and not bad.misread
-        raise UserError(f"{bad}; --skip_bad_rows skips bad rows" if can_skip else str(bad))
+        raise UserError(f"{bad}; --skip_bad_rows skips bad examples" if can_skip else str(bad))
     if not good:
-        raise UserError(f"no row of this file can be read: {skipped}")
+        raise UserError(f"no example of this file can be read: {skipped}")
 
 
 def keys_of(row: dict, row_format: RowFormat) -> tuple[list[str], list[str]]:
@@ -194,7 +194,7 @@ def to_record(row: dict, row_format: RowFormat, template: str | None = None) -> 
     missing = [key for key in keys if key not in row]
     if missing:
         raise UserError(
-            f"no {' or '.join(map(repr, missing))} in this row, keys: "
+            f"no {' or '.join(map(repr, missing))} in this example, keys: "
             f"{', '.join(row) or '(none)'}; the file is read as {kind} ({row_format.why}); "
             f"accepted: {ACCEPTED}"
         )
@@ -243,11 +243,11 @@ def _refuse_keys(row: dict, kind: str, unused: list[str], template: str | None) 
             )
         if is_mark:
             raise Misread(
-                f"this row has {key!r}: {_shown(row[key])}, but only turns have marks: leave such "
-                "rows out, or mark their turns with 'train' false"
+                f"this example has {key!r}: {_shown(row[key])}, but only turns have marks: leave "
+                "such examples out, or mark their turns with 'train' false"
             )
         if key in MEDIA:
-            raise UserError(f"this row has {key!r}, but {ONLY_TEXT}")
+            raise UserError(f"this example has {key!r}, but {ONLY_TEXT}")
 
 
 def _question(row: dict, key: str, optional: dict):
@@ -332,7 +332,9 @@ def _tokens(optional: dict) -> tuple[np.ndarray, np.ndarray]:
             "supported"
         )
     if "position_ids" in given and (given["position_ids"][part] != np.arange(len(at))).any():
-        raise Misread("'position_ids' must count from 0: give each document as a row of its own")
+        raise Misread(
+            "'position_ids' must count from 0: give each document as an example of its own"
+        )
     masks = {key: given[key].astype(bool) for key in LEARNT if key in given}
     if "labels" in given:
         labels = given["labels"]
@@ -505,7 +507,7 @@ def _call(call, place: str) -> dict:
 def _tools(optional: dict) -> list | None:
     """The row's tool schemas. Columns exported from tables hold them as one JSON string."""
     given = {key: _from_json(optional[key]) for key in TOOLS if key in optional}
-    key, tools = _value(TOOLS, "this row", given)
+    key, tools = _value(TOOLS, "this example", given)
     if not tools:
         return None
     if isinstance(tools, list):

@@ -108,7 +108,7 @@ class DataArgs:
         "auto", "tokens", "messages", "conversations", "prompt", "alpaca", "input", "text"
     ] = flag(
         "auto",
-        "Format of a row. auto: detected from the first one.",
+        "Format of an example. auto: detected from the first one.",
         tags="rows evaluate",
     )
     eval_fraction: float | None = flag(
@@ -124,7 +124,7 @@ class DataArgs:
         None, "Name of the answer column. Needs --input_key.", tags="rows evaluate"
     )
     skip_bad_rows: bool = flag(  # None: of held-out data
-        False, "Skip and count rows that can't be read. Off: an error.", tags="rows"
+        False, "Skip and count examples that can't be read. Off: an error.", tags="rows"
     )
     seq_len: int = flag(
         0,

@@ -186,7 +186,7 @@ def heldout_of(checkpoint: Path, facts: dict) -> str:
     text = f"{loss:.4f}"
     for measured, share in facts["exact"]:
         if measured == step:
-            text = f"{loss:.4f}, {share:.1%} of the rows answered exactly"
+            text = f"{loss:.4f}, {share:.1%} of the examples answered exactly"
     return text
 
 

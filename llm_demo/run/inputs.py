@@ -51,8 +51,8 @@ def sources_of(args) -> Sources:
 
 def look(args, first_node: bool = True) -> None:
     """Raise UserError if something that a training script's flags name on this machine is missing,
-    or is data with bad rows. first_node: whether this one writes the run's folder and reads what is
-    resumed."""
+    or is data with bad examples. first_node: whether this node writes the run's folder and reads
+    what is resumed."""
     if first_node:
         choose_folder(args, "")
         if args.resume and args.resume != "auto" and not Path(args.resume).is_dir():

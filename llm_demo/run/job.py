@@ -243,7 +243,7 @@ def end_run(job: Job, best: Path) -> None:
     log.say("(comm_ms of the rank with most; toks/s counts every slot; peak memory of each rank)")
     if len(history.exact) > 1:
         before, after = history.exact[0][1], history.exact[-1][1]
-        log.say(f"held-out rows answered exactly: {before:.1%} before, {after:.1%} after")
+        log.say(f"held-out examples answered exactly: {before:.1%} before, {after:.1%} after")
     log.say(f"run: {log.folder}")
     settings = argparse.Namespace(**log.settings)
     systems = job.plan.data.train.documents.stats.systems

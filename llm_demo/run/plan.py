@@ -292,7 +292,7 @@ def warn_of_learnt(train: Documents, heldout: Documents) -> list[str]:
     learnt = {text for name, text in train.identity.items() if name.startswith(CONTENT_OF)}
     return [
         f"warning: {file.path} is held out and also in the training data: its held-out loss and "
-        "exact answers are those of rows that are learnt"
+        "exact answers are those of examples that are learnt"
         for n, file in enumerate(heldout.stats.files, 1)
         if heldout.identity[f"{CONTENT_OF} {n}"] in learnt
     ]

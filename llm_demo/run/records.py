@@ -37,7 +37,7 @@ class History:
         self.first_step = self.step = 0  # the last step before this process; the latest step
         self.tokens = self.label_tokens = 0
         self.records, self.evals = [], []  # logged steps; (step, held-out loss)
-        self.exact = []  # (step, share of the held-out rows answered exactly)
+        self.exact = []  # (step, share of the held-out examples answered exactly)
 
     def resume(self, facts: dict) -> None:
         """Continue from a checkpoint's facts."""
@@ -140,14 +140,14 @@ class Records:
             self._log_step(*previous)
 
     def add_eval(self, step: int, loss: float, right: int, rows: int) -> None:
-        """Log an evaluation. right: held-out rows answered exactly."""
+        """Log an evaluation. right: held-out examples answered exactly."""
         self.flush()
         self.history.evals.append((step, loss))
         self.history.exact.append((step, right / rows))
         self.log.record({"step": step, "eval/loss": loss, "eval/exact": right / rows})
         self.log.say(
             f"step {step}/{self.max_steps} | held-out loss {loss:.4f} | {right / rows:.1%} of "
-            f"{counted(rows, 'row')} answered exactly"
+            f"{counted(rows, 'example')} answered exactly"
         )
 
     def profile(self, step: int) -> bool:
