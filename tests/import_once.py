@@ -39,7 +39,7 @@ PACKAGES = (
     "tokenizers", "accelerate", "deepspeed", "deepspeed.pipe",
     "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.module_inject.auto_ep_layer",
     "torch._inductor.compile_fx", "torch.utils.serialization",
-    "networkx", "psutil", "safetensors.torch",
+    "networkx", "numpy.ma", "psutil", "safetensors.torch", "torch.profiler._cupti_monitor",
 )  # fmt: skip
 OWN = ("fsdp.train_fsdp", "fsdp_pp.train_fsdp_pp", "pp.pp_train", "zero.train_zero")
 READ_BY_IMPORTS = (
@@ -189,6 +189,9 @@ def serve(listener: socket.socket, owner: socket.socket) -> dict:
             importlib.import_module(name)
     for name in OWN:
         importlib.import_module(name)
+    with contextlib.suppress(ImportError):  # another version of transformers has no such table
+        conversions = importlib.import_module("transformers.conversion_mapping")
+        conversions.get_checkpoint_conversion_mapping("llama")  # compiles 900 expressions: 0.3 s
     sys.meta_path.insert(0, Kept())
     assert threading.active_count() == 1, threading.enumerate()
     for finalizer in weakref.finalize._registry:

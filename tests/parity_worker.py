@@ -33,7 +33,7 @@ def poison(grads):
 
 def watch_fsdp(script):
     """Wrap the step of a script's class. Returns a function for the parameters."""
-    step, state, optimizer = script.step, script.state, script.optimizer
+    step, optimizer = script.step, script.optimizer
     grads = {}
 
     def keep_grads(*_):
@@ -67,6 +67,11 @@ def watch_fsdp(script):
     def joined(shards, parts, dim):
         """A tensor out of its shards by rank. parts: the ranks of each part, which dim cuts."""
         return torch.cat([torch.cat([shards[r] for r in ranks]) for ranks in parts], dim)
+
+    @functools.cache
+    def state():
+        """What training's state is spread over; its tensors' values change, not their places."""
+        return script.state()
 
     @functools.cache
     def of_parts():
@@ -113,7 +118,7 @@ def watch_fsdp(script):
 
     def params():
         ends = optim.MOMENTS + optim.PSGD
-        tensors = {n: t for n, t in state().items() if not n.endswith(ends)}
+        tensors = {n: t for n, t in script.state().items() if not n.endswith(ends)}
         return whole(tensors, group_of(tensors))
 
     def see_decays(unit, inputs):
