@@ -16,6 +16,7 @@ from llm_demo.core import loss, optim
 from llm_demo.core.decoder import delta_layers
 from llm_demo.core.mesh import SPLIT
 from llm_demo.machine.dist import start
+from llm_demo.model import costs
 from llm_demo.options import lora
 
 KIND, CASES = sys.argv[1:]
@@ -219,12 +220,21 @@ def train(job, engine, run):
     torch.save({**kept, "params": params()}, f"{case['out']}.{world.rank}.pt")
 
 
+def block_costs(config, count=costs.block_costs, known={}):  # noqa: B006
+    """Once for a configuration: a run asks several times, and cases share a model."""
+    key = type(config), config.to_json_string(use_diff=False)
+    if key not in known:
+        known[key] = count(config)
+    return list(known[key])
+
+
 def make_adamw(params, lr, weight_decay, compiled, moments=torch.float32, make=optim.make_adamw):
     """With activation checkpointing the AdamW of a GPU, compiled; on a CPU what would be."""
     compiled = compiled or "--use_activation_checkpointing true" in " ".join(sys.argv)
     return make(params, lr, weight_decay, compiled, moments)
 
 
+costs.block_costs = block_costs
 optim.CompiledAdamW.LARGE = 1 << 15  # so that tiny models have some
 optim.CompiledAdamW.SLICE = 3 << 14  # and some of several slices
 optim.WIDE = 5 << 11
