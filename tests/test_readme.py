@@ -25,7 +25,8 @@ for name in ("layers", "modules"):  # generated: modules, not paths
     made = re.compile(f"<!-- {name} -->.*<!-- end {name} -->", re.S)
     DOCS["design"] = made.sub("", DOCS["design"])
 # docs/flags.md is generated, and compared with the flags in a test of its own
-TEXT = "\n".join([README, *(text for name, text in DOCS.items() if name != "flags")])
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+TEXT = "\n".join([README, CONTRIBUTING, *(text for name, text in DOCS.items() if name != "flags")])
 PAGES = [
     page
     for pattern in ("*.md", "docs/*.md", "bench/*.md", "data/*.md", "models/*.md")
@@ -44,7 +45,7 @@ FOREIGN_FLAGS = {
     "--shm-size", "--ipc", "--env",  # docker's, SkyPilot's
     "--nodes", "--partition", "--time", "--signal", "--requeue", "--wait",  # Slurm's
     "--enable-mixed-moe-lora-format", "--host", "--port", "--served-model-name",  # vLLM's
-    "--no-deps", "--outfile", "--outtype", "--num_gpus",  # pip's, llama.cpp's, DeepSpeed's
+    "--no-deps", "--target", "--outfile", "--outtype", "--num_gpus",  # pip's, llama.cpp's, DeepSpeed's
 }  # fmt: skip
 
 
