@@ -45,7 +45,8 @@ FOREIGN_FLAGS = {
     "--shm-size", "--ipc", "--env",  # docker's, SkyPilot's
     "--nodes", "--partition", "--time", "--signal", "--requeue", "--wait",  # Slurm's
     "--enable-mixed-moe-lora-format", "--host", "--port", "--served-model-name",  # vLLM's
-    "--no-deps", "--target", "--outfile", "--outtype", "--num_gpus",  # pip's, llama.cpp's, DeepSpeed's
+    "--no-deps", "--target",  # pip's
+    "--outfile", "--outtype", "--num_gpus",  # llama.cpp's, DeepSpeed's
 }  # fmt: skip
 
 
