@@ -1,6 +1,7 @@
 import atexit
 import contextlib
 import functools
+import gc
 import glob
 import hashlib
 import importlib
@@ -343,10 +344,13 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory):
-    """Packs and probes of the tests go to a folder of their own, and PyTorch takes one thread."""
+    """Packs and probes of the tests go to a folder of their own, PyTorch takes one thread, and
+    garbage is collected less often."""
     import torch
 
     torch.set_num_threads(1)  # small models: more threads wait for one another
+    gc.freeze()  # no collection goes through what is imported
+    gc.set_threshold(50_000, 20, 10)
     os.environ["LLM_DEMO_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
