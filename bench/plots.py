@@ -1,7 +1,7 @@
 """Pictures of results: python -m bench.plots NAME ... [--check]
 
 Draws bench/results/NAME.jsonl as bench/plots/NAME.png: throughput, peak memory and how a step's
-time is spent, one bar a row. If the rows differ only in engine, flags, micro-batch size and
+time is spent, one bar a row. If the rows differ only in script, flags, micro-batch size and
 gradient accumulation, throughput is drawn as curves over slots per step, with a ring where one
 passes FSDP's. Several files with commas between them become one picture, named after the first: a
 panel of bars for each file, as for links of different speed, at the least and at the most slots per
@@ -31,7 +31,7 @@ from llm_demo.report import COLORS, PARTS_OF_A_STEP
 PLOTS = ROOT / "bench/plots"
 ENGINES = ("fsdp", "pp", "fsdp_pp", "zero", "torchtitan", "trl")
 COLOR_OF = dict(zip(ENGINES, COLORS[: len(ENGINES)], strict=True))
-STYLES = ("o-", "s--", "^:", "D-.", "v-", "P--", "X:", "*-.")  # of an engine's lines, in turn
+STYLES = ("o-", "s--", "^:", "D-.", "v-", "P--", "X:", "*-.")  # of the lines, in turn
 HATCH = "///"  # of bars whose gradients are approximate
 LINKS = {
     "NCCL_P2P_DISABLE=1": "through host memory",
@@ -84,7 +84,7 @@ def flags_of(result: dict) -> list[str]:
 
 
 def way(result: dict, known: set[str] = frozenset()) -> str:
-    """Name the engine and its flags but those known already."""
+    """Name the script and its flags, without those that are known already."""
     flags = " ".join(flag for flag in flags_of(result) if flag not in known)
     flags = flags.replace("--replicas all", "replicas").replace("--schedule ", "")
     flags = flags.replace("--fsdp", "sharded")  # one process through FSDP
@@ -92,7 +92,7 @@ def way(result: dict, known: set[str] = frozenset()) -> str:
 
 
 def lines_of(rows: list[dict]) -> dict[str, list[dict]]:
-    """Return the curves: the rows of each engine, flags and micro-batch size, by slots per step.
+    """Return the curves: the rows of each script, flags and micro-batch size, by slots per step.
 
     They are {} if rows differ in more, and so lie on different curves, or if no curve has two
     points."""
@@ -228,7 +228,7 @@ def draw(name: str, file: Path) -> None:
     notes = [
         words(rows[0], common), " ".join(sorted(known)),
         f"not drawn: {failed} failed" * bool(failed),
-        "each bar: engine and flags, micro-batch size x accumulation steps, slots per step",
+        "each bar: script and flags, micro-batch size x accumulation steps, slots per step",
     ]  # fmt: skip
     figure.suptitle("\n".join(textwrap.fill(note, 150) for note in notes if note))
     save(figure, file, name)
@@ -282,10 +282,10 @@ def panels_of(names: list[str], files: list[list[dict]], size: int) -> list[dict
         rows = [row for row in rows if slots(row) == size]
         panels.append({way(row): row for row in rows})
         if len(panels[-1]) < len(rows) or not all(in_common(rows)):
-            raise UserError(f"{name} has bars that differ in more than engine and flags")
+            raise UserError(f"{name} has bars that differ in more than script and flags")
     common = in_all(panels)
     if not common:
-        raise UserError(f"{', '.join(names)}: no engine with the same flags is in all of them")
+        raise UserError(f"{', '.join(names)}: no script with the same flags is in all of them")
     common.sort(key=lambda way: -panels[0][way]["summary"]["median_slots_per_s"])
     return [{way: panel[way] for way in common} for panel in panels]
 

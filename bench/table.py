@@ -6,7 +6,7 @@ if one of them differs from the results. What may follow a name:
   #only=REGEX         the rows whose setting matches
   #sizes              a line for each way, a column for each number of slots per step
   #toks/s, #peak_mem  each model's rows divided by its first; NAME,NAME: by that of the same file
-  #pp or #fsdp        one engine's rows with the batch in columns of its own
+  #pp or #fsdp        one script's rows with the batch in columns of its own
   #ways               what --measure printed, the fastest first"""
 
 import argparse
@@ -232,7 +232,7 @@ def rows(results: list[dict]) -> str:
 
 
 def nine(results: list[dict]) -> str:
-    """One engine's rows, with the batch in columns of its own."""
+    """One script's rows, with the batch in columns of its own."""
     lines = []
     for result in results:
         row = result["row"]
@@ -278,7 +278,7 @@ def quality_of(result: dict) -> list[str]:
 
 
 def way_of(engine: str, flags: str) -> str:
-    """A way to train in words: the engine and its flags, those of data apart."""
+    """A way to train in words: the script and its flags, without those of data."""
     words = re.sub(r"--tokenizer_name_or_path \S+", "", flags).replace("--", "")
     way = " ".join([engine, *words.split()])
     return f"{way} (approximate)" if APPROXIMATE.search(flags) else way

@@ -71,8 +71,8 @@ def fill_from_machine(ask) -> None:
 
 
 def fastest_of_each(choices: list, left_out: tuple[str, ...]) -> list:
-    """The fastest Choice by the rough formula of those with the same engine and flags, apart from
-    the flags left out; the fastest first."""
+    """Of the choices with the same script and flags, except the flags left out, the one that is
+    fastest by the rough formula. The fastest comes first."""
     fastest = {}
     for choice in sorted(choices, key=lambda choice: (choice.seconds, len(choice.flags))):
         flags = {name: value for name, value in choice.flags.items() if name not in left_out}
@@ -81,10 +81,10 @@ def fastest_of_each(choices: list, left_out: tuple[str, ...]) -> list:
 
 
 def likeliest(fitting: list, ask) -> list:
-    """What to measure, in this order: of each way to spread the model the Choice whose batch and
-    saving of memory are the fastest by the rough formula, then its other savings; on one card
-    other batches, too. An approximate way is measured once, unless ask.all. fitting: those that
-    fit. Only those with exactly the tokens of a step that were asked for can be compared."""
+    """What to measure, in order. First each way to spread the model, with the batch and the saving
+    of memory that are the fastest by the rough formula. Then its other savings, and on one card
+    other batches. An approximate way is measured once, unless ask.all. fitting: the choices that
+    fit. Only those with exactly the tokens a step that were asked for are compared."""
     comparable = [choice for choice in fitting if choice.tokens == ask.tokens_a_step]
     kinds = fastest_of_each(comparable, left_out=BATCH if ask.cards > 1 else ())
     first = fastest_of_each(kinds, left_out=(*BATCH, *SAVINGS))
@@ -130,8 +130,8 @@ def flag_words(flags: dict) -> str:
 
 
 def earlier_rows(name: str, row: dict, resume: bool) -> dict[str, dict]:
-    """{key: result} of an earlier run that --resume continues. row: any of those to be measured.
-    Raises UserError for rows that can't stand beside new ones."""
+    """{key: result} of an earlier run that --resume continues. row: any row to be measured. Raises
+    UserError for earlier rows that can't be compared with new ones."""
     results, file = store.read(name), store.file_of(name)
     if results and not resume:
         raise UserError(
@@ -152,8 +152,8 @@ def earlier_rows(name: str, row: dict, resume: bool) -> dict[str, dict]:
 
 
 def measure_ways(fitting: list, sizes: Sizes, ask, command_of: Callable) -> None:
-    """Measure ask.measure kinds of the choices that fit, and print a comparison. command_of: gives
-    the command to paste for a choice."""
+    """Measure ask.measure ways among the choices that fit, and print a comparison. command_of:
+    gives the command to paste for a choice."""
     ways = likeliest(fitting, ask)
     if not ways:
         raise UserError(f"no way has exactly {ask.tokens_a_step:,} tokens a step")
@@ -293,8 +293,8 @@ def speed_lines(done: list, sizes: Sizes, ask) -> list[str]:
 
 
 def rates_of(settings: Settings, sizes: Sizes, summary: dict) -> tuple[float, float | None]:
-    """(TFLOP/s of a card, GB/s between cards or None if nothing was sent or timed) by which the
-    rough formula would foretell a row."""
+    """(TFLOP/s of a card, GB/s between cards) with which the rough formula gives a row's time. GB/s
+    is None if nothing was sent or timed."""
     exposed = max(summary["median_comm_exposed_ms"] or [0])
     micro = (summary["median_step_ms"] - exposed) / settings.grad_accum_steps / 1000
     computing = max(micro - step_time.LAUNCH, micro / 2)

@@ -1,7 +1,7 @@
 """Inputs of a decoder's units in host memory, from their forward to their backward.
 
-With activation checkpointing, and units of one block, that is all that a block keeps. Copies run on
-a stream of their own, beside the compute of the next blocks."""
+With activation checkpointing and units of one block, a block keeps nothing else. Copies run on a
+stream of their own, beside the compute of the next blocks."""
 
 import contextlib
 import math
@@ -73,7 +73,7 @@ class ActivationsOnHost:
         return t
 
     def _drop(self, after: int) -> None:
-        """Let go of the inputs of all later units."""
+        """Drop the inputs of all later units."""
         for i in [i for i in self.kept if i > after]:
             self._wait(self.kept.pop(i)[1])
 
@@ -101,8 +101,9 @@ def host_bytes(n: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:
 def keep_on_host(
     n: int, shape: tuple[int, ...], dtype: torch.dtype, world: World, say: Callable, others: int = 0
 ) -> ActivationsOnHost:
-    """ActivationsOnHost for a rank, which stays near its GPU. Every rank calls. others: bytes of
-    this node's memory that will be taken besides. Raises UserError if it has too little."""
+    """ActivationsOnHost for a rank, which is bound to CPU cores near its GPU. Every rank calls.
+    others: further bytes of this node's memory that will be used. Raises UserError if the node has
+    too little."""
     need = world.local_size * host_bytes(n, shape, dtype)
     what = "host memory"
     what += f" besides the optimizer's {others / 2**30:.1f} GiB" if others else ""

@@ -49,8 +49,8 @@ def build(
     log: Log,
     timed: Callable,
 ) -> tuple[DecoderLoss, Optimized, bool]:
-    """Build the model on every rank: (it, what is optimized, whether AdamW is compiled). timed: of
-    `reduce_traffic`. Raises UserError if the host has too little memory."""
+    """Build the model on every rank. Returns (model, what is optimized, whether AdamW is compiled).
+    timed: of `reduce_traffic`. Raises UserError if the host has too little memory."""
     config, weights, compute = plan.source.config, plan.source.weights, plan.compute
     on_host, in_16_bits = args.optimizer_on_host, compute.dtype != torch.float32
     has_masters = in_16_bits and not (layout.sharded or on_host)
@@ -122,8 +122,9 @@ def build(
 
 
 def spread_blocks(lm: PreTrainedModel, world: World, layout: Layout) -> ProcessGroup | None:
-    """Leave this rank its part of the experts and its share of the matrices, and let it take slices
-    of rows. Returns the group of ranks with slices of the same rows, None if there is none."""
+    """Keep only this rank's part of the experts and its share of the matrices, and make the model
+    take slices of rows. Returns the group of ranks with slices of the same rows, None if there is
+    none."""
     if layout.expert_parallel > 1:
         from llm_demo.core.experts import keep_part
 

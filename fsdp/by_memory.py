@@ -13,13 +13,13 @@ from llm_demo.model.families import experts_of
 def settings_of_copy(
     args, compute, train, ranks: int, sharded: bool = True, spread: int = 1
 ) -> Settings:
-    """Of one copy of the model. ranks: of this copy; spread: --expert_parallel."""
+    """Settings of one copy of the model. ranks: of this copy; spread: --expert_parallel."""
     return settings_of("fsdp", args, compute, train, ranks, sharded=sharded, expert_parallel=spread)
 
 
 def choose_spread(args, config, compute, train, world, log) -> int:
-    """Over how many ranks each block's experts are spread: as asked, or the fewest of a node's that
-    fit. Logs the reason. Every rank calls."""
+    """The number of ranks over which each block's experts are spread: as asked, or the fewest of a
+    node with which the run fits. Logs the reason. Every rank calls."""
     asked = args.expert_parallel
     if not experts_of(config) or world.size == 1 and not asked:
         return 1
@@ -36,7 +36,7 @@ def choose_spread(args, config, compute, train, world, log) -> int:
 
 
 def fewest(args, config, compute, train, world) -> tuple[int, str]:
-    """(the fewest ranks of a node over which experts are spread so that they fit, why)."""
+    """(the fewest ranks of a node over which experts have to be spread for the run to fit, why)."""
     capacity, sizes = memory.capacity_of(args), sizes_of(config)
     if not capacity:
         return 1, "the memory of this device is not known"
@@ -57,7 +57,7 @@ def fewest(args, config, compute, train, world) -> tuple[int, str]:
     return n, why
 
 
-TOO_HIGH = 1.25  # by which the formula may be at most
+TOO_HIGH = 1.25  # the formula gives at most this many times the true peak
 
 
 def refuse_replicas(args, config, compute, train, ranks: int, replicas: int) -> None:

@@ -204,8 +204,9 @@ class Mailbox:
         self.timed(AWAIT, self.handle.wait_signal, self.other, channel, self.limit)
 
     def _channels(self, n: int) -> tuple[int, int, int]:
-        """The slot of the n-th tensor of a direction, and the channel by which this rank learns
-        that it is full, and the other rank. SLOTS further is that for free. Barriers have 0."""
+        """(slot of the n-th tensor of a direction, the channel on which this rank learns that the
+        slot is full, the channel on which the other rank does). The channels for a slot that is
+        free are SLOTS higher. Barriers use channel 0."""
         slot = n % self.SLOTS
         return slot, *(1 + 2 * self.SLOTS * box + slot for box in self.numbers)
 

@@ -126,8 +126,8 @@ def scratch_for(users, units: list[UnitSum], group, dtype, device, missing: dict
 def few_of_each_node(ranks: list[int], local_size: int) -> bool:
     """Whether ranks are all of one node, or at most two of each. local_size: ranks of a node.
 
-    Between nodes an all-to-all sends from every GPU to every GPU, a ring only one sum from node to
-    node: less with more than two GPUs per node."""
+    Between nodes, an all-to-all sends from every GPU to every GPU, but a ring only one sum from
+    node to node. With more than two GPUs per node the ring sends less."""
     of_node = Counter(rank // local_size for rank in ranks)
     return len(of_node) == 1 or max(of_node.values()) <= 2
 
@@ -147,15 +147,15 @@ class Scratch:
         return self.memory[:length]
 
     def done(self) -> None:
-        """Mark the end of a reduction on the current stream. After a gather FSDP2 itself lets the
-        next one, and the next reduction, wait for its copies."""
+        """Mark the end of a reduction on the current stream. Not needed after a gather: FSDP2
+        itself makes the next gather and the next reduction wait for its copies."""
         self.read = self.device.current_stream().record_event()
 
 
 class GatherIntoScratch:
-    """FSDP2's all-gathers of embedding and head, whose results FSDP2 copies before the next
-    transfer into this memory. What it gathers ahead in a backward that is not the step's last is
-    the root, which also comes first in the next forward."""
+    """FSDP2's all-gathers of embedding and head. FSDP2 copies their results before the next
+    transfer into this memory. In a backward that is not the step's last it gathers the root ahead,
+    which also comes first in the next forward."""
 
     def __init__(self, scratch: Scratch):
         self.scratch = scratch

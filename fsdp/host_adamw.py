@@ -5,8 +5,8 @@ all gradients is known, masters and moments pass through the device in slices: o
 in and another one back while a third is updated. Units follow one another in the order of the
 forward, and the next forward starts meanwhile: each unit waits for its own weights only.
 
-AdamW on the host's cores takes longer than these copies should (bench/LOG.md), and numbers here are
-those of AdamW on the device."""
+AdamW on the host's cores would take longer than these copies (bench/LOG.md). The results are those
+of AdamW on the device."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -103,8 +103,8 @@ def plain_units(model: DecoderLoss, compiles: bool) -> list[UnitSum]:
 
 
 def _add_when_formed(unit: UnitSum) -> None:
-    """Let a unit add a micro-batch's gradients in the backward, once all have formed. `take_grads`
-    at its end adds those of a unit that does not get all of them."""
+    """Add a micro-batch's gradients to a unit's sum during the backward, once all of them exist. If
+    some never do, `take_grads` adds the others at the end of the backward."""
     trained = [p for p in unit.params if p.requires_grad]
 
     def formed(_):
@@ -264,8 +264,8 @@ class HostAdamW(torch.optim.AdamW):
                 free[i % SLOTS] = self.stored = self._event()
 
     def allocate(self) -> None:
-        """Allocate the sums of gradients and what states pass through: once the model is loaded,
-        which takes memory too."""
+        """Allocate the sums of gradients and the slots that states pass through. Call it once the
+        model is loaded, because loading takes memory too."""
         for unit in self.units:
             unit.allocate()
         group_of = {p: group for group in self.param_groups for p in group["params"]}

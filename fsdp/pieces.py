@@ -1,10 +1,10 @@
 """Feed-forward networks, and the last norm, that take long rows in pieces.
 
 Recomputed, a network's activations are the largest of a block's: nine times its hidden states in
-Qwen3-8B. The last norm, which is not compiled, takes thirteen times them in its backward. In
-pieces, those of one piece exist at a time, in the forward and in the backward. Only
-over a frozen base: elsewhere states and gradients take most of the memory, and a weight's gradient
-would be summed over pieces."""
+Qwen3-8B. The last norm, which is not compiled, takes thirteen times the hidden states in its
+backward. In pieces, only the activations of one piece exist at a time, in the forward and in the
+backward. This is done over a frozen base only: elsewhere states and gradients take most of the
+memory, and a weight's gradient would be summed over pieces."""
 
 import functools
 
@@ -38,8 +38,8 @@ def go_in_pieces(
 
 @functools.cache
 def in_pieces(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class of modules of this kind that go in pieces: blocks of one class share compiled
-    code."""
+    """A subclass of this module class whose forward goes in pieces. There is one for each class,
+    since blocks of one class share compiled code."""
 
     class Pieces(kind):
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -47,9 +47,9 @@ class Group:
         self.factor = self.start.clone()
 
     def directions(self) -> torch.Tensor:
-        """Those of the last step's right factor. A gradient of a lower rank than the factor leaves
-        some of its columns without a direction, a zero gradient all of them: they start anew, since
-        a product with a zero column is zero in every later step."""
+        """The directions of the last step's right factor. A gradient of a lower rank than the
+        factor leaves some of its columns without a direction, a zero gradient leaves all of them.
+        These columns start anew, since a product with a zero column is zero in every later step."""
         columns = orthogonal(self.factor)
         lost = columns.norm(dim=1, keepdim=True) < 0.5
         return torch.where(lost, self.start, columns)
@@ -201,8 +201,8 @@ def choose_low_rank(
 
 def orthogonal(x: torch.Tensor) -> torch.Tensor:
     """Orthonormal columns with the span of x [k, n, r], by Cholesky decompositions in fp64: a QR
-    decomposition of hundreds of matrices takes a GPU longer. Directions in which x has next to
-    nothing become short instead, and a zero matrix stays one."""
+    decomposition of hundreds of matrices takes a GPU longer. Columns in directions in which x is
+    almost zero become short instead, and a zero matrix stays zero."""
     x64 = x.double()
     gram = x64.mT @ x64
     diagonal = gram.diagonal(dim1=-2, dim2=-1)

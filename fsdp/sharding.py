@@ -123,7 +123,8 @@ def parallelism_of(layout: Layout, args: Args, world: World, say: Callable) -> s
 
 
 def from_owners(tokens: torch.Tensor, here: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """int64 [n] on every rank of a group, of which each has those that are `here`, bool [n]."""
+    """All tokens, int64 [n], on every rank of a group. Each rank has those that are `here`, bool
+    [n]."""
     merged = torch.zeros(len(here), dtype=tokens.dtype, device=tokens.device)
     merged[here.nonzero().squeeze(1).to(tokens.device)] = tokens
     dist.all_reduce(merged, group=group)
@@ -147,9 +148,8 @@ def precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
 
 
 class WithParts(nn.Module):
-    """A unit of blocks, already sharded: to FSDP2 the unit of those of its modules that have a part
-    of their matrices here, which also stay where they are. group: of the ranks with shards of these
-    parts."""
+    """The modules of a sharded unit of blocks that hold parts of matrices: a unit of their own for
+    FSDP2. The modules also stay in their blocks. group: the ranks with shards of these parts."""
 
     def __init__(self, unit: nn.Module, modules: list[nn.Module], group: ProcessGroup):
         super().__init__()
@@ -252,9 +252,9 @@ def sum_not_average(model: nn.Module) -> None:
 
 
 def set_sync(model: FSDPModule, reshard_after_forward: bool, last: bool, every: bool) -> None:
-    """Tell FSDP2 what the next backward is to do: sum its gradients over ranks if it is the step's
-    `last` or `every` one does so, else add them to this rank's; and keep weights gathered until the
-    next micro-batch if memory allows."""
+    """Tell FSDP2 what the next backward does. It sums its gradients over ranks if it is the step's
+    `last`, or if `every` backward does so; else it adds them to this rank's. Weights stay gathered
+    until the next micro-batch if memory allows."""
     settings = last or every, last or reshard_after_forward, last
     if getattr(model, "fsdp_settings", None) == settings:
         return  # each call below would go through all modules

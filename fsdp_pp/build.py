@@ -111,8 +111,8 @@ def build_pieces(
     saver: Saver,
     log: Log,
 ) -> tuple["Pieces", Shards | Masters, bool]:
-    """Build the pieces of this rank's stage, and nothing else: (they, what is optimized, whether
-    AdamW is compiled). counts: blocks of each piece of the model."""
+    """Build the pieces of this rank's stage, and nothing else. Returns (pieces, what is optimized,
+    whether AdamW is compiled). counts: blocks of each piece of the model."""
     weights, compute = plan.source.weights, plan.compute
     sharded, in_16_bits = layout.n_shards > 1, compute.dtype != torch.float32
     has_masters = in_16_bits and not sharded
@@ -290,7 +290,7 @@ class TiedEnds:
             dist.all_reduce(grads[0], group=self.group)
 
     def counted_once(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Without the head's, for the norm: the embedding's is the same."""
+        """The gradients for the norm, without the head's, which equals the embedding's."""
         if self.head is None:
             return grads
         copy = self.optimized.grad_of(self.head)

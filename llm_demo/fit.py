@@ -78,7 +78,7 @@ def make_parser() -> argparse.ArgumentParser:
         nargs="?",
         const=6,
         metavar="N",
-        help="run N kinds of training on this machine; default: 6. --cards, --card and --memory "
+        help="run N ways to train on this machine; default: 6. --cards, --card and --memory "
         "are then this machine's",
     )
     measuring = parser.add_argument_group("with --measure")
@@ -87,7 +87,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--tokenizer_name_or_path", metavar="FOLDER", help="for --train_json; default: the model's")
     add("--out", metavar="FOLDER", help="of rows, table and picture; default: runs/fit-MODEL")
     add("--resume", action="store_true", help="keep the rows of --out that ran")
-    add("--all", action="store_true", help="run kinds that should take over twice as long, too")
+    add("--all", action="store_true", help="run ways that should take over twice as long, too")
     add("--zero", action="store_true", help="ZeRO 2 and 3, too")
     return parser
 
@@ -144,7 +144,7 @@ LARGEST = 64  # micro-batch size
 FEW = 2048  # tokens of a step and card up to which matrices may be spread
 COMPUTE = Compute(torch.bfloat16, "varlen", compile=True, rule="fla")
 DEVICE = "on the device"
-# of the report's table; a choice with several of these flags counts to the last
+# of the report's table; a choice with several of these flags counts as the last
 WAYS = (
     DEVICE,
     "use_activation_checkpointing",
@@ -155,7 +155,7 @@ WAYS = (
     "pp",
     "fsdp_pp",
 )
-FLAGS = (  # that are searched, as they are printed
+FLAGS = (  # those that are searched, in the order of printing
     "micro_batch_size",
     "grad_accum_steps",
     "lora_rank",
@@ -302,8 +302,8 @@ def pipeline_settings(config, ask, ways: list[Settings]) -> Iterator[Settings]:
 
 
 def settings_to_measure(config, ask, ways: list[Settings]) -> Iterator[Settings]:
-    """Those whose time the rough formula knows too little of to name them unmeasured: copies of the
-    model, PowerSGD, fp8, the schedule v and ZeRO. Without the sizes of batches."""
+    """Settings that are named only once measured, because the rough formula is too rough for them:
+    copies of the model, PowerSGD, fp8, the schedule v and ZeRO. Without batch sizes."""
     has_fp8 = is_sm(this_device(), 89) and ask.compute.compile and not is_mixture(config)
     has_fp8 = has_fp8 and qualifies(config.intermediate_size, config.hidden_size, multiple=16)
     for saving in ways:
@@ -333,7 +333,8 @@ def zero_file(stage: int) -> str:
 
 
 def spreads(ask, refuse: Callable, what) -> list[int]:
-    """Over how many cards rows may be cut. refuse(what, n) raises UserError if n can't share it."""
+    """The numbers of cards over which rows may be cut. refuse(what, n) raises UserError if n cards
+    can't share `what`."""
     possible = []
     for n in range(1, ask.cards + 1):
         with contextlib.suppress(UserError):
@@ -382,7 +383,7 @@ def choice_of(sizes: Sizes, ask, settings: Settings) -> Choice:
 
 
 def flags_of(settings: Settings, ask) -> dict:
-    """Those that differ from their defaults, and the sizes of batches."""
+    """The flags that differ from their defaults, and the batch sizes."""
     adapters = {"lora_rank": ask.lora_rank, "base_bits": ask.base_bits}
     plain = vars(Settings(engine="", ranks=1)) | {"lora_rank": 0, "base_bits": 16}
     asked = vars(settings) | adapters
@@ -398,7 +399,7 @@ def flags_of(settings: Settings, ask) -> dict:
 
 
 def near(file: str) -> str:
-    """The path of a file of this project, as short as it works from here."""
+    """The shortest path of a file of this project that works from the current folder."""
     path = ROOT / file
     if path.is_relative_to(Path.cwd()):
         path = path.relative_to(Path.cwd())
@@ -453,7 +454,7 @@ def report(found: list[Choice], ask) -> str:
         f"between cards, {ask.speed_from}",
         f"memory: {first.memory:.1f} of {ask.memory:g} GiB a card: {parts}",
         f"host memory: {host:.1f} GiB for all processes",
-        "considered (the fastest of each kind by the rough time of a step):",
+        "considered (the fastest of each way by the rough time of a step):",
     ]
     for way in WAYS:
         candidates = [choice for choice in found if choice.way == way]

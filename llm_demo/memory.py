@@ -4,8 +4,8 @@
 it, and scripts choose by it. tests/test_memory.py holds it against the rows of bench/results: never
 more than 8 % too low, nine of ten rows within 15 %.
 
-A rank's peak is that of the moment that takes most: when the loss is computed, and all activations
-are kept, or when the backward ends, and all gradients are there."""
+A rank's peak is that of the moment that takes most: for example when the loss is computed and all
+activations exist, or when the backward ends and all gradients exist."""
 
 import dataclasses
 import math
@@ -33,11 +33,11 @@ from llm_demo.model.costs import (
 
 GB = 2**30
 UNUSED, CONTEXT = "reserved, unused", "CUDA and NCCL"
-SCATTERED = 0.04  # of what is allocated: the allocator's free memory between it
+SCATTERED = 0.04  # share of the allocated memory that lies free between allocations
 CONTEXT_GB = 1.2  # measured on two H100
 PROCESS = 2.1  # GiB of host memory: Python, PyTorch, CUDA; measured beside 0.6B to 14B on H200
 USABLE = 0.95  # share of a card's memory; the rest is for what the formula leaves out
-LONG_DOCUMENT = 8192  # tokens from which on attention takes a good part of the forward
+LONG_DOCUMENT = 8192  # tokens; from here on attention takes a good part of the forward
 INPUTS_KEPT = 2  # inputs of blocks that --activations_on_host leaves on the device
 MLP_PIECE, MLP_LONG = 1 << 13, 1 << 15  # tokens of which a frozen MLP computes a piece
 STREAMED = 3 << 21  # elements that the host's optimizer has on the device at a time
@@ -81,7 +81,7 @@ class Settings:
 
     @property
     def size(self) -> int:
-        """Bytes of a number that is computed with."""
+        """Bytes of a number in the compute dtype."""
         return 4 if self.dtype == "fp32" else 2
 
     @property
@@ -92,7 +92,7 @@ class Settings:
 
     @property
     def copies_of_model(self) -> int:
-        """Of --replicas N. "all" has no number."""
+        """The N of --replicas N; "all" has no number."""
         return int(self.replicas) if self.replicas != "all" else 1
 
     @property
@@ -115,7 +115,7 @@ class Peak(NamedTuple):
 
 
 def settings_of(engine: str, args, compute, train, ranks: int, **layout) -> Settings:
-    """Of a run. args: its flags; compute: a run.choices.Compute; train: the training Rows;
+    """Settings of a run. args: its flags; compute: a run.choices.Compute; train: the training Rows;
     layout: other fields of Settings."""
     flags = vars(args)
     given = {f.name: flags[f.name] for f in dataclasses.fields(Settings) if f.name in flags}
@@ -135,7 +135,7 @@ def settings_of(engine: str, args, compute, train, ranks: int, **layout) -> Sett
 
 
 def estimated_peaks(job, engine: str, ranks: int, **layout) -> list["Peak"]:
-    """Of each rank of a run.Job. engine, ranks, layout: as of settings_of."""
+    """The Peak of each rank of a run.Job. engine, ranks, layout: as of settings_of."""
     args, config, compute, train = job.planned()
     return peaks(sizes_of(config), settings_of(engine, args, compute, train, ranks, **layout))
 
@@ -168,7 +168,7 @@ class Moment(NamedTuple):
 
 
 def peaks(sizes: Sizes, s: Settings) -> list[Peak]:
-    """Of each rank. Equal ranks share a Peak."""
+    """The Peak of each rank. Equal ranks share one."""
     found = []
     for stage in range(s.stages):
         flight = in_flight(s, stage)
@@ -193,7 +193,7 @@ def peaks(sizes: Sizes, s: Settings) -> list[Peak]:
 
 
 def fullest(sizes: Sizes, settings: Settings) -> Peak:
-    """Of the rank that needs most."""
+    """The Peak of the rank that needs most."""
     return max(peaks(sizes, settings), key=lambda peak: peak.total)
 
 
@@ -216,7 +216,8 @@ class Part(NamedTuple):
 
 
 def part_of(sizes: Sizes, s: Settings, flight: dict[int, int]) -> Part:
-    """flight: see in_flight. A stage's blocks count as so many mean ones."""
+    """The part of a rank. flight: see in_flight. A stage's blocks count as so many average
+    blocks."""
     share = 1
     if s.counts:
         share = sum(s.counts[piece] for piece in flight) / len(sizes.blocks)
@@ -363,7 +364,7 @@ def at_the_loss(sizes: Sizes, s: Settings, flight: dict[int, int]) -> tuple[floa
 def fsdp_moments(
     sizes: Sizes, s: Settings, part: Part, activations: float, loss: float
 ) -> list[Moment]:
-    """Of FSDP2, in a pipeline or not, and of one process."""
+    """The moments of FSDP2, in a pipeline or not, and of one process."""
     size, embedding, shard = s.size, part.embedding, part.shard
     on_host = s.optimizer_on_host
     # whether each micro-batch's gradients are summed over ranks
@@ -426,8 +427,9 @@ def gathered(s: Settings, part: Part, tied: bool) -> float:
 def lora_moments(
     sizes: Sizes, s: Settings, part: Part, activations: float, loss: float
 ) -> list[Moment]:
-    """Of adapters, in a pipeline or not: the model has neither masters nor gradients. When the
-    backward ends, all adapters have gradients, and the first block's activations are there."""
+    """The moments of a run with adapters, in a pipeline or not: the model has neither masters nor
+    gradients. When the backward ends, all adapters have gradients, and the first block's
+    activations are there."""
     trained = part.share * s.lora.parameters / s.ranks
     own = part.share * (s.lora.parameters - s.lora.routed * (1 - 1 / s.expert_parallel))
     weights = part.whole * s.size
@@ -457,7 +459,7 @@ def lora_moments(
 def deepspeed_moments(
     sizes: Sizes, s: Settings, part: Part, activations: float, loss: float
 ) -> list[Moment]:
-    """Of ZeRO, and of a pipeline with ZeRO's first stage."""
+    """The moments of ZeRO, and of a pipeline with ZeRO's first stage."""
     whole, embedding, size, shard = part.whole, part.embedding, s.size, part.shard
     stage = s.zero.get("stage", 1)
     bucket = min(s.zero.get("reduce_bucket_size", 5e8), whole)
@@ -580,7 +582,7 @@ def report(ranks: list[Peak], args) -> str:
 
 
 def in_words(offloaded: float, copies: float) -> str:
-    """GiB of host memory, of what takes any."""
+    """The GiB of host memory, in words, of each part that takes any."""
     words = []
     if offloaded:
         words.append(f"{offloaded:.1f} GiB for what is offloaded")

@@ -18,11 +18,11 @@ from llm_demo.machine.text import blame
 from llm_demo.memory import Settings
 from llm_demo.model.costs import OVERHEAD, Sizes, flops_of_slot, state_bytes
 
-LAUNCH, LEAST = 0.007, 0.03  # seconds of a micro-batch: besides its tokens; in all, for the host
+LAUNCH, LEAST = 0.007, 0.03  # seconds of a micro-batch: besides its tokens; at least
 TO_HOST = 33e9  # bytes per second between a card and the host, each way at once, by two cards
-FP8_SPEED = 1.3  # of a micro-batch's products
+FP8_SPEED = 1.3  # of a micro-batch's products, beside bf16
 PSGD_SHARE = 0.1  # of the gradients' bytes that PowerSGD sends
-PSGD_SECONDS = 4e-11  # of compressing a parameter's gradient, once a step
+PSGD_SECONDS = 4e-11  # to compress a parameter's gradient, once a step
 EXCHANGE = 2e-4  # seconds of an exchange of slices for whole rows, besides its bytes
 
 
@@ -69,9 +69,9 @@ def kept_speed(cards: int) -> dict:
 
 
 def micro_batch_flops(sizes: Sizes, s: Settings) -> float:
-    """Of a micro-batch, or its slice of one, through the whole model, with those of OVERHEAD.
-    Attention counts half, since it is causal. Checkpointing repeats 0.7 of the blocks' forward
-    without attention, and attention unless that is kept; a memory budget b (1 - b) / 10."""
+    """FLOPs of a micro-batch, or of a rank's slice of one, through the whole model, with those of
+    OVERHEAD. Attention counts half, since it is causal. Checkpointing repeats 0.7 of the blocks'
+    forward without attention, and attention unless that is kept; a memory budget b (1 - b) / 10."""
     attended = s.seq_len / 2
     blocks = sum(block.flops(attended) for block in sizes.blocks)
     products = sum(block.flops(0) for block in sizes.blocks)
@@ -90,13 +90,13 @@ def micro_batch_seconds(sizes: Sizes, s: Settings, flops: float) -> float:
 
 
 def exposed(seconds: float, beside: float) -> float:
-    """Of a transfer that lasts so long, beside compute that lasts so long: at least a third."""
+    """Seconds of a transfer that compute `beside` it does not hide: at least a third."""
     return max(seconds / 3, seconds - beside)
 
 
 def waits_seconds(sizes: Sizes, s: Settings, bandwidth: float) -> float:
-    """Of a micro-batch, in which cards exchange tokens and compute nothing: slices for heads,
-    tokens of experts that are spread, and sums of shares of matrices."""
+    """Seconds of a micro-batch in which cards exchange tokens and compute nothing: slices for
+    heads, tokens of experts that are spread, and sums of shares of matrices."""
     n, over, heads = len(sizes.blocks), s.sequence_parallel, sizes.heads
     mixed = sum(block.chosen > 0 for block in sizes.blocks)
     around = 4 * n - 2 * mixed  # exchanges around attention and dense MLPs, there and back

@@ -13,7 +13,7 @@ layout; Hugging Face models pass it to `attend` as a keyword argument, so no mod
     bucketed_math  the same without fused kernels, for GPUs that have none
     math           SDPA with a block-diagonal mask: slow and simple, the others' reference
 
-Of a model with heads of two widths, "a+b" is a for those up to WIDEST and b for wider ones.
+For a model with heads of two widths, "a+b" is a for heads up to WIDEST and b for wider ones.
 
 With a sliding window of n tokens, a token attends to the last n, itself included. Kernels that know
 no windows compute longer documents in blocks, each of which sees itself and the one before it.
@@ -61,8 +61,8 @@ class Documents(NamedTuple):
     long: int = LONG  # tokens of a document that is computed alone
 
     def by_bucket(self, function, *tensors: torch.Tensor) -> torch.Tensor:
-        """function(*tensors), which and whose result are [B, S, ...], of each bucket in place of
-        whole rows."""
+        """Apply function(*tensors) to each bucket instead of whole rows. The tensors and the result
+        are [B, S, ...]."""
         if self.buckets is None:
             return function(*tensors)
         B, S = tensors[0].shape[:2]
@@ -107,9 +107,9 @@ def make_documents(
 
 
 def _bound(longest: int, seq_len: int) -> int:
-    """An upper bound on document lengths. Fused kernels start a block of threads for each part of a
-    document of that length, most of them in vain if a long row has short documents. Compiled code
-    is made anew for each value, so there are few."""
+    """An upper bound on document lengths. Fused kernels start threads for documents of that length,
+    most of them in vain if a long row has short documents. Code is compiled again for each value,
+    so there are few values."""
     if seq_len <= 8192:
         return seq_len
     bounds = (n for n in (1024, 4096, 16_384, 65_536) if n >= longest)
@@ -245,8 +245,9 @@ def _math(q, k, v, documents, scaling, window=None):
 
 
 def of_stream(backend):
-    """For kernels that take all tokens in a row, q [B*S, H, D], and need queries, keys and values
-    of one width: added zeros change no score, and of the output they are cut."""
+    """Wrap a backend that takes all tokens in a row, q [B*S, H, D], and needs queries, keys and
+    values of one width. Narrower ones are padded with zeros, which change no score and are cut from
+    the output."""
 
     @functools.wraps(backend)
     def padded(q, k, v, documents, scaling, window=None):

@@ -31,8 +31,8 @@ DECAYS = (".A_log", ".dt_bias")  # ends of names of parameters, see options/delt
 
 
 class Decays(nn.Module):
-    """The layers of a decoder with a delta rule, which also stay where they are: a unit of what
-    their decay depends on, whose weights are fp32 in every compute dtype. It is used as Routers."""
+    """The layers with a delta rule, as a unit of the weights that their decay depends on. These are
+    fp32 in every compute dtype. The layers also stay in their blocks. Used like Routers."""
 
     def __init__(self, layers: list[nn.Module]):
         super().__init__()
@@ -298,12 +298,12 @@ def inputs_of(
 
 
 def spread_rows(model: PreTrainedModel, group: ProcessGroup) -> None:
-    """Let a model take slices of rows, number i of them on the group's rank i, with the documents
-    of whole rows.
+    """Make a model take slices of rows: slice i on the group's rank i, with the documents of whole
+    rows.
 
-    All of a decoder but its attention works on single tokens. There the slices of a group become
-    whole rows of a share of the heads, and back, so that an attention backend sees every document
-    whole. Source: "DeepSpeed Ulysses" (Jacobs et al. 2023)."""
+    All of a decoder except attention works on single tokens. For attention, the slices of a group
+    become whole rows of a share of the heads, and slices again afterwards, so that a backend sees
+    every document whole. Source: "DeepSpeed Ulysses" (Jacobs et al. 2023)."""
     config = model.config
     config._attn_implementation = config._attn_implementation.replace("packed", "spread")
     for block in model.model.layers:

@@ -4,11 +4,11 @@ Tokens are sorted by expert, so that each expert's rows lie together. Every step
 backward is a gather too: no scatter-add, so results are the same bits each time. A token's weights
 are applied before the last product, in fp32, and its experts' results are summed in fp32.
 
-Experts may be spread: each rank of a group holds a part of every block's. The tokens of all ranks
-of the group come to each of them, which computes what its experts add, and these sums go back to
-where the tokens came from. With 8 experts of a token on 8 ranks that moves as many bytes as sending
-each row to its expert, and fewer on fewer ranks, and no rank waits for the number of rows that
-others send."""
+Experts may be spread: each rank of a group holds a part of every block's. Each rank gets the tokens
+of all ranks of the group and computes what its experts add. These sums go back to the ranks that
+the tokens came from. With 8 experts a token on 8 ranks, this moves as many bytes as sending each
+row to its expert, and fewer on fewer ranks. No rank waits for the number of rows that other ranks
+send."""
 
 import functools
 import types
@@ -25,9 +25,9 @@ from llm_demo.core.mesh import gather_rows, keep_parts, known, narrowed, spread_
 
 
 class Routers(nn.Module):
-    """The routers of a decoder's blocks, which also stay where they are: a unit whose weights are
-    fp32 in every compute dtype. Its forward comes before the first block's, and does nothing but
-    let FSDP2 gather them.
+    """The routers of a decoder's blocks, as a unit whose weights are fp32 in every compute dtype.
+    The routers also stay in their blocks. The unit's forward runs before the first block's and
+    computes nothing: it lets FSDP2 gather the weights.
 
     blocks: with experts; routers: of each of them. In their forwards they count how often each
     expert is chosen, unless gradients are off. A block recomputed without the compiler counts

@@ -86,8 +86,9 @@ def begin(job, engine) -> None:
 
 
 def settle(device: torch.device) -> None:
-    """All that exists after the first step stays to the end. A full collection would go through it:
-    0.25 s, now and then, while the other ranks wait. And free what compiling has left."""
+    """Exclude from garbage collection all that exists after the first step, because it stays to the
+    end. A full collection would go through it: 0.25 s, now and then, while other ranks wait. Also
+    free what compiling has left."""
     gc.collect()
     gc.freeze()
     if device.type == "cuda":

@@ -53,7 +53,7 @@ def make_part_mesh(world: World, n: int, stages: int = 1) -> DeviceMesh:
 
 
 def keep_parts(module: nn.Module, grid: DeviceMesh, dims: dict[str, int]) -> None:
-    """Leave this rank's part of a module's own parameters on the meta device, and note which.
+    """Cut a module's own parameters, on the meta device, to this rank's part, and note which part.
     grid: parts x shards of each part. dims: {name: the dimension that is cut}."""
     n, at = grid.size(0), grid.get_local_rank(0)
     module.grid, module.cut = grid, {}

@@ -209,8 +209,8 @@ def fill_adam_state(
     optimizer: torch.optim.AdamW, steps: int, moments: torch.dtype = torch.float32
 ) -> None:
     """Give each parameter the state AdamW creates in its first step, with zeros to load into, as if
-    after `steps` steps. Moments that exist stay. In step 1 they would lie scattered between
-    activations, which fragments memory. moments: their dtype."""
+    after `steps` steps. Existing moments are kept. If AdamW created moments in step 1, they would
+    lie between activations, which fragments memory. moments: their dtype."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             state = optimizer.state[p]
@@ -299,8 +299,9 @@ def clipped_step(
 ) -> torch.Tensor:
     """Clip by the global norm and step, or skip if that norm is not finite. Returns the norm.
 
-    norm_of, group: only for the norm, as of global_norm, each gradient once; default: all, whole on
-    this rank. What is applied is what the optimizer holds.
+    norm_of, group: for the norm only, as in global_norm, with each gradient once. By default all
+    gradients, which are whole on this rank. The step applies the gradients that the optimizer
+    holds.
 
     The norm (fp32 scalar on the device, unscaled, before clipping) covers all parameters of all
     ranks, sharded or not, counting a tied one once, so all ranks take or skip the step together.

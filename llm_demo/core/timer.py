@@ -99,8 +99,8 @@ class StepTimer:
     def end(
         self, numbers: dict, more: Callable[[], dict] = dict, first: bool = False
     ) -> Callable[[], Timings]:
-        """End an interval. Returns what reads it, to be called a logged step later: by then the
-        device has come here.
+        """End an interval. Returns a function that reads it, to be called one logged step later,
+        when the device has passed this point.
 
         numbers: {name: tensor on the device}; more(): further ones, which may take communication.
         Both are copied to the host meanwhile. first: the next interval begins after the copies."""

@@ -1,4 +1,4 @@
-"""Bad rows: what is wrong with each, and one error for all."""
+"""Bad examples: what is wrong with each, and one error for all."""
 
 import re
 from dataclasses import dataclass, field
@@ -10,17 +10,17 @@ OF_ONE_ROW = r" at column \d+|, (keys:|not) .*|(?<=twice): .*"
 
 
 class Bad(str):
-    """Why a row can't be read, in its place."""
+    """Why an example can't be read; stands in its place."""
 
 
 class Misread(UserError):
-    """Data that says what is learnt in a way that is not known. Such rows are never skipped: they
-    are not broken, and other rows of the file may mean the same."""
+    """Data that says in an unknown form what is learnt. Such examples are never skipped: they are
+    not broken, and other examples of the file may mean the same."""
 
 
 @dataclass
 class BadRows:
-    """Bad rows of a file, for one error."""
+    """Bad examples of a file, for one error."""
 
     first: list[str] = field(default_factory=list)  # where they are and what is wrong
     count: int = 0

@@ -463,7 +463,7 @@ def check_all(args) -> None:
 
 
 def accepted(args, name: str, value) -> bool:
-    """Whether the flags are still accepted with another value of one."""
+    """Whether the flags are still accepted if one of them has another value."""
     try:
         check_all(dataclasses.replace(args, **{name: value}))
     except UserError:
@@ -482,8 +482,9 @@ def parse_steps(text: str) -> tuple[int, int] | None:
 
 
 def less_memory(args) -> str:
-    """What to change after running out of GPU memory, with the current values: flags that can save
-    memory, unless other flags do not allow it; what depends on more than flags is said."""
+    """What to change after running out of GPU memory: the flags that can save memory, with their
+    current values. Flags that other flags do not allow are left out. A remark says what depends on
+    more than flags."""
     ways = []
     if args.micro_batch_size > 1:
         ways.append(("micro_batch_size", "halve it, double grad_accum_steps"))

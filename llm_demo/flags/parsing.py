@@ -128,7 +128,7 @@ def value_of(field: dataclasses.Field, text: str):
 
 
 def meaning(field: dataclasses.Field, text: str):
-    """The same. Raises ValueError, which says what the text must be."""
+    """As value_of, but raises ValueError, which says what the text must be."""
     kind, rules = kind_of(field), field.metadata
     if kind is bool:
         if text.lower() not in TRUE + FALSE:

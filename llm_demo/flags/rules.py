@@ -81,7 +81,7 @@ def check_rules(args) -> None:
 
 
 def is_broken(rule: Rule, args) -> bool:
-    """Whether these flags break a rule. One of a flag that the script lacks is not broken."""
+    """Whether these flags break a rule. A rule about a flag that the script lacks is not broken."""
     other = holds(rule.other, args)
     return holds(rule.flag, args) and other == (rule.relation == NOT_WITH)
 

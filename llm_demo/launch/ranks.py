@@ -1,10 +1,11 @@
 """Run this node's ranks by torchrun: where they meet, how they stop, which exit code counts.
 
-Where ranks meet is registered with torchrun, whose own ways listen on every interface.
+The rendezvous of the ranks is registered with torchrun, because torchrun's own ones listen on every
+interface.
 
 One method of torchrun's is replaced: PContext.close, which stops ranks.
-- Why: torchrun waits 30 s (--shutdown-timeout since PyTorch 2.13) after a failure, when ranks hang
-  in a collective, as after a signal, when they save. It also signals what a rank has started.
+- Why: torchrun waits 30 s (--shutdown-timeout since PyTorch 2.13) both after a failure, when ranks
+  hang in a collective, and after a signal, when they save. It also signals a rank's children.
 - Without it: 27 s more after a failure, and checkpoints that take over 30 s are lost on a signal.
 - Until: torchrun has a time for each.
 - If torchrun no longer calls it: its own times hold, and its record of failures tells the code."""
@@ -79,7 +80,7 @@ class Ranks(StaticTCPRendezvous):
         return RendezvousInfo(PrefixStore("agent", store), self.rank, self.world_size, info)
 
     def open_store(self) -> TCPStore:
-        """Node 0 returns when all nodes have connected, the others when they have."""
+        """Node 0 returns once all nodes have connected, each other node once it has connected."""
         options = {}
         if self.rank == 0:
             options["master_listen_fd"] = self.listener.detach()

@@ -181,7 +181,7 @@ def run(
 ) -> None:
     """Call main(). End with one line for bad input, with a traceback for a bug, never with a hang.
 
-    parse() returns the flags again for advice(flags), the help for a full GPU."""
+    parse() returns the flags again. advice(flags) says what to do when a GPU is out of memory."""
     code = 0
     gc.freeze()  # no collection goes through what is imported, and the process ends faster
     process.outlive_terminal()

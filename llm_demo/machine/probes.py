@@ -129,7 +129,7 @@ def attention_errors(
     fused: bool = False,
     window: int | None = None,
 ) -> dict[str, float]:
-    """Of a backend of attention against math in fp32, in parts of the largest value.
+    """Errors of an attention backend against math in fp32, relative to the largest value.
 
     heads: as costs.Heads. fused: without SDPA's math kernel, which it takes silently if it refuses
     the fused ones. window: of tokens that a token attends to. Raises RuntimeError if it refuses
@@ -209,7 +209,8 @@ def experts(dtype: str, device: str = "cuda") -> str | None:
 
 
 def compile_errors(impl: str, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
-    """Of a compiled block and loss, with a backend of attention, against plain PyTorch in fp32."""
+    """Errors of a compiled block and loss, with an attention backend, against plain PyTorch in
+    fp32."""
     load_operators(impl)
     # not above: who only chooses does not need them
     from transformers import AutoModelForCausalLM, Qwen3Config

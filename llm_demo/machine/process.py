@@ -189,8 +189,8 @@ def refuse_unusable_paths():
 
 
 def fault_of_environment(error: BaseException) -> str | None:
-    """The error in one line if its message names an environment variable or quotes its value, as
-    that of a library does which refuses the value; else None."""
+    """The error in one line, if its message names an environment variable or quotes its value, as a
+    library does when it refuses the value; else None."""
     text = " ".join(str(error).split())
     if "no socket interface found" in text:  # NCCL names neither
         return f"NCCL_SOCKET_IFNAME={os.environ.get('NCCL_SOCKET_IFNAME')}: no such interface"

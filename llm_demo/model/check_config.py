@@ -1,4 +1,4 @@
-"""What a configuration must not ask for: most of it would be trained wrongly without a word."""
+"""What a configuration must not ask for. Most of it would silently be trained wrongly."""
 
 import math
 from collections.abc import Iterator

@@ -271,8 +271,8 @@ def unit_sizes(config, n_blocks: int, blocks_per_unit: int, first: int = 0) -> l
 
 
 def share_of_heads(heads: Heads, n: int) -> Heads:
-    """The heads that each of n ranks has: where there are fewer of keys and values than ranks, each
-    of them on several. Raises UserError if n does not divide them."""
+    """The heads that each of n ranks has. If there are fewer key-value heads than ranks, each is on
+    several ranks. Raises UserError if n does not divide them."""
     queries, keys = heads.queries, heads.keys
     if queries % n:
         raise UserError(f"--sequence_parallel {n} does not divide {queries}, the heads of queries")

@@ -221,8 +221,8 @@ def describe(
 
 
 def try_describe(model: Path, tokenizer, config) -> list[str]:
-    """Do, before step 1, what a run and its export will do with the files of this model, which come
-    from elsewhere. Returns lines for the log. Raises UserError."""
+    """Try, before step 1, what a run and its export will do with this model's files, because they
+    come from elsewhere. Returns lines for the log. Raises UserError."""
     with tempfile.TemporaryDirectory(prefix="llm_demo-") as folder, blame(model):
         describe_model(model, tokenizer, Path(folder, "model"), config)
         return describe(model, Path(folder, "hf"), tokenizer, copy.deepcopy(config))
@@ -297,9 +297,9 @@ def generation_config(folder: Path, tokenizer) -> dict:
 def load_model(name: str, folder: Path, config, dtype: torch.dtype) -> PreTrainedModel:
     """transformers' own model of a folder, on the CPU, in evaluation mode, which generates greedily
     and without penalties. name: what the user calls it; config: from load_config, which no longer
-    says that weights are in fp8 or 4 bits, so these are read here. So is the text of a model with
-    images, of which transformers renames some and leaves others random. Raises UserError for what
-    `refuse_adapter` and transformers refuse."""
+    says that weights are in fp8 or 4 bits, so these are read here. The text of a model with images
+    is read here too: transformers renames some of its weights and leaves others random. Raises
+    UserError for what `refuse_adapter` and transformers refuse."""
     refuse_adapter(name, folder)
     weights, source, values = open_weights(folder), folder, None
     if weights and (weights.scales or weights.packed or weights.renamed):

@@ -82,7 +82,7 @@ CODE = ("llm_demo/core", "llm_demo/model", "llm_demo/options")
 
 
 class Differs(Exception):
-    """A small copy is computed otherwise than transformers does; says what differs."""
+    """Raised if a small copy is not computed as transformers does. Says what differs."""
 
 
 class Proof(NamedTuple):

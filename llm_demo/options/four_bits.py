@@ -40,9 +40,9 @@ def values_of(
     after: Tensor | None = None,
 ) -> Tensor:
     """The values [..., N, K] of parameters [..., N, any]. scales: [..., any] those of scales, what
-    is added to all scales, the levels of numbers, those of scales. inputs: K. after: what must
-    exist before: a compiler moves what needs no gradient into the forward, and keeps it. On a GPU,
-    importing four_bits_kernel.py is what makes it work."""
+    is added to all scales, the levels of numbers, those of scales. inputs: K. after: a tensor that
+    must exist first. Else a compiler would move this, which needs no gradient, into the forward and
+    keep the result. On a GPU, importing four_bits_kernel.py is what makes it work."""
     if scales.ndim > 1:
         each = zip(weight, scales, strict=True)
         return torch.stack([values_of(rows, own, inputs, dtype) for rows, own in each])

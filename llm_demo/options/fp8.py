@@ -140,8 +140,9 @@ def transposed_fp8(
     by_column: torch.Tensor,
     after: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [R, C] times by_row [R, 1] and by_column [1, C] in fp8, transposed: [C, R]. after: what
-    must exist before. A compiler moves what needs no gradient into the forward, and keeps it."""
+    """x [R, C] times by_row [R, 1] and by_column [1, C] in fp8, transposed: [C, R]. after: a tensor
+    that must exist first. Else a compiler would move this, which needs no gradient, into the
+    forward and keep the result."""
     if x.device.type == "cpu":
         return (x.float() * by_row * by_column).to(E4M3).T.contiguous()
     from llm_demo.options.fp8_kernels import transposed
