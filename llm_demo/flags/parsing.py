@@ -108,11 +108,6 @@ def literals(group: type, name: str) -> tuple[str, ...]:
     return choices_of(group.__dataclass_fields__[name])
 
 
-def tagged(group, tag: str) -> list[str]:
-    """The flags of a dataclass with this tag, a word of TAGS."""
-    return [f.name for f in dataclasses.fields(group) if tag in f.metadata["tags"]]
-
-
 def env_of(field: dataclasses.Field) -> str:
     """The environment variable that sets a flag through a launcher; "" if there is none."""
     env = field.metadata["env"]

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from llm_demo.core.errors import UserError
-from llm_demo.flags.parsing import tagged
+from llm_demo.flags.args import names_of
 from llm_demo.machine.files import ROOT, write_json
 from llm_demo.machine.process import read_json, read_text, versions_of
 from llm_demo.machine.text import SECRET, blame, without_secrets
@@ -160,7 +160,7 @@ def _refuse_links(folder: Path) -> None:
 def _refuse_inputs_in(folder: Path, args) -> None:
     """Raise UserError if --overwrite might delete what this run reads."""
     folder = folder.resolve()
-    for flag in tagged(args, "input"):
+    for flag in names_of("input"):
         for name in filter(None, (getattr(args, flag) or "").split(",")):
             path = Path(os.path.expanduser(name.partition("*")[0].strip()))  # of a pattern, weight
             if path.exists() and folder in (path.resolve(), *path.resolve().parents):
