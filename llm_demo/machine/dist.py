@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import hashlib
 import os
 import re
 import socket
@@ -18,7 +17,7 @@ from llm_demo.core.errors import Stopped, UserError
 from llm_demo.core.mesh import World
 from llm_demo.machine import process
 from llm_demo.machine.device import drawn_on, refuse_gpus
-from llm_demo.machine.files import ROOT, disk_full
+from llm_demo.machine.files import ROOT, digest, disk_full, hash_of
 from llm_demo.machine.text import STOPPED, counted, first_line
 
 
@@ -91,8 +90,8 @@ def versions() -> dict[str, str]:
     found = {"Python": python} | process.versions_of(["torch", "transformers", "deepspeed"])
     folders = [ROOT / "llm_demo", *(flags.parent for flags in ROOT.glob("*/flags.py"))]
     files = sorted(file for folder in folders for file in folder.rglob("*.py"))
-    code = [str(file.relative_to(ROOT)).encode() + file.read_bytes() for file in files]
-    found["the code's digest"] = hashlib.sha256(b"\0".join(code)).hexdigest()[:12]
+    code = {str(file.relative_to(ROOT)): digest(file) for file in files}
+    found["the code's digest"] = hash_of(code)[:12]
     return found
 
 
@@ -231,7 +230,7 @@ def verdict(
             hint = f"; what helps, in this order: {advice(parse())}"
         return 1, f"rank {rank} is out of GPU memory ({cause}){hint}", False
     if timed_out(error):
-        waited = f"rank {rank} waited {timeout() / timedelta(minutes=1):g} minutes for another rank"
+        waited = f"rank {rank} waited {process.timeout_minutes():g} minutes for another rank"
         why = "which hangs or needs longer; DIST_TIMEOUT_MINUTES sets this limit"
         return 1, f"{waited}, {why}", False
     if lost_peer(error):  # which prints the reason, and the launcher ends this rank
