@@ -184,7 +184,7 @@ class Weights:
             file = self.files.pop(name)
             if name.startswith(unused):
                 self.untrained[self.names[name]] = file
-        self.bytes_read, self.bar = 0, None
+        self.bar = None  # advanced by the bytes read
         self.stored, self.kinds = {}, {}
         for file in sorted(set(self.files.values())):
             with open_file(file) as opened:
@@ -301,7 +301,6 @@ class Weights:
                 with blame(file, OSError, SafetensorError):
                     stored = opened(file).get_slice(self.names[name])
                     values = stored[part[: len(stored.get_shape())]]  # a number has no slices
-                self.bytes_read += values.nbytes
                 if self.bar is not None:
                     self.bar.update(values.nbytes)
                 return values
