@@ -71,16 +71,6 @@ def disk(folder: str) -> tuple:
     return OK, "disk", text, ""
 
 
-def host_line(launch_us: float) -> tuple:
-    """Whether this host can keep GPUs busy with small models: it starts every kernel."""
-    text = f"a kernel launch takes {launch_us:.1f} µs"
-    if launch_us < LAUNCH_US:
-        return OK, "host", text, ""
-    text += ": GPUs will wait for this host in small models, such as 0.6B at micro-batch 8"
-    fix = "end other programs, set the CPU governor 'performance', raise --micro_batch_size"
-    return WARNING, "host", text, fix
-
-
 def gpu_line(i: int, devices: list[dict]) -> tuple:
     """The line of GPU i. devices: facts of each GPU with its answer to `rates`."""
     gpu, name, text = devices[i], f"gpu {i}", devices[i]["name"]
@@ -121,8 +111,13 @@ def kernel_lines(found: dict) -> list[tuple]:
         lines.append((WARNING, "kernels", text, fix))
     for which, (plain, faster) in found.get("times", {}).items():
         lines.append((OK, "kernels", f"{which}: {faster:.2f} ms, plain {plain:.2f} ms", ""))
-    if "launch_us" in found:
-        lines.append(host_line(found["launch_us"]))
+    if "launch_us" in found:  # the host starts every kernel
+        level, text, fix = OK, f"a kernel launch takes {found['launch_us']:.1f} µs", ""
+        if found["launch_us"] >= LAUNCH_US:
+            level = WARNING
+            text += ": GPUs will wait for this host in small models, such as 0.6B at micro-batch 8"
+            fix = "end other programs, set the CPU governor 'performance', raise --micro_batch_size"
+        lines.append((level, "host", text, fix))
     return lines
 
 
