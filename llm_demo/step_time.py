@@ -44,7 +44,7 @@ def speed_of(card: str | None, dtype) -> tuple[float, float]:
 def speed_file(cards: int) -> Path:
     """Where the measured speed of this machine's cards and link is kept."""
     facts = [str(this_device()), cards, links()[:1], torch.__version__]
-    return Path(cache_folder()) / f"speed-{hash_of(facts)[:16]}.json"
+    return cache_folder() / f"speed-{hash_of(facts)[:16]}.json"
 
 
 def keep_speed(cards: int, speed: dict) -> Path:

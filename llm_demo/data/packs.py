@@ -53,7 +53,7 @@ def load_rows(
     last_only = flags.learn_turns == "last"
     codec = Codec(tokenizer, flags.train_on_prompt, last_only, flags.learn_reasoning)
     key, identity = _identify(files, codec, flags, limit)
-    folder = os.path.join(cache_folder(), f"packs-{key}")
+    folder = str(cache_folder() / f"packs-{key}")
     documents = None
     if os.path.isdir(folder):
         try:

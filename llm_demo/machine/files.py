@@ -64,9 +64,9 @@ def _not_written(error: BaseException) -> str | None:
     return None
 
 
-def cache_folder() -> str:
+def cache_folder() -> Path:
     """The folder of what is kept between runs, such as packs."""
-    return os.environ.get("LLM_DEMO_CACHE") or os.path.expanduser("~/.cache/llm_demo")
+    return Path(os.environ.get("LLM_DEMO_CACHE") or os.path.expanduser("~/.cache/llm_demo"))
 
 
 def digest(file: Path) -> str:

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -53,7 +52,7 @@ def try_once(name: str, *arguments, packages: tuple = (), seconds: int = 180) ->
     chosen = sorted(item for item in os.environ.items() if item[0].startswith(KERNEL_VARIABLES))
     versions = [torch.__version__, versions_of(packages)]
     key = [name, arguments, device.name, device.arch, versions, chosen]
-    file = Path(cache_folder()) / "worked" / hash_of(key)[:24]
+    file = cache_folder() / "worked" / hash_of(key)[:24]
     if file.exists():
         return None
     env = {k: v for k, v in os.environ.items() if k not in OF_THE_LAUNCHER}

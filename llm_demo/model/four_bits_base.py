@@ -67,7 +67,7 @@ def cached_base(source, base: dict) -> Path:
         stats.append((file.name, stat.st_size, stat.st_mtime_ns))
     facts = {k: v for k, v in base.items() if k != "path"}
     key = [FORMAT, version("bitsandbytes"), facts, stats, fingerprint(source.config)]
-    return Path(cache_folder(), f"nf4-{hash_of(key)[:24]}")
+    return cache_folder() / f"nf4-{hash_of(key)[:24]}"
 
 
 def find_or_build(folder: Path, make: Callable, say: Callable) -> dict[str, str]:

@@ -105,7 +105,7 @@ def prove(config) -> Proof:
         ) from e
     packages = [version(package) for package in ("torch", "transformers")]
     code = [digest(file) for folder in CODE for file in sorted((ROOT / folder).glob("*.py"))]
-    file = Path(cache_folder(), "proofs", hash_of([small.to_dict(), packages, code])[:24])
+    file = cache_folder() / "proofs" / hash_of([small.to_dict(), packages, code])[:24]
     try:
         return Proof(**read_json(file))
     except (OSError, ValueError, TypeError):  # not there, or damaged
