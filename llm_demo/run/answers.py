@@ -22,7 +22,7 @@ def show_answers(plan, micro_batch_size: int, next_tokens: Callable, log: Log) -
     shape, stop = (micro_batch_size, seq_len), set(stop_tokens(tokenizer))
     prompts = [prompt for prompt, _ in pairs]
     answers = generate(
-        next_tokens, prompts, shape, max_docs=data.max_docs, tokens=tokens, stop=stop
+        next_tokens, prompts, shape, max_docs=data.train.max_docs, tokens=tokens, stop=stop
     )
     if pairs:
         log.say(f"\n{'held-out' if data.heldout else 'training'} documents:")

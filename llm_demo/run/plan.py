@@ -62,7 +62,6 @@ class Model(NamedTuple):
 class Data(NamedTuple):
     train: Rows
     heldout: Rows | None
-    max_docs: int  # of any row of train or heldout: fixes the shape of cu_seqlens
 
     def packs(self) -> list[Rows]:
         return [rows for rows in (self.train, self.heldout) if rows]
@@ -299,12 +298,13 @@ def warn_of_learnt(train: Documents, heldout: Documents) -> list[str]:
 
 
 def with_max_docs(train: Rows, heldout: Rows | None) -> Data:
-    """Data whose rows all have room for the same number of documents."""
+    """Data whose rows all have room for the same number of documents, which fixes the shape of
+    cu_seqlens."""
     max_docs = max(2, train.max_docs, heldout.max_docs if heldout else 0)
     train = dataclasses.replace(train, max_docs=max_docs)
     if heldout:
         heldout = dataclasses.replace(heldout, max_docs=max_docs)
-    return Data(train, heldout, max_docs)
+    return Data(train, heldout)
 
 
 # ---------------------------------------------------------------- the horizon
