@@ -120,7 +120,9 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
     )
     rows_of = choose_order(args, horizon, train)
     data = with_max_docs(train, heldout)
-    sample_tokens = decide_answers(args.sample_tokens, data)
+    sample_tokens = args.sample_tokens
+    if sample_tokens is None:  # a token takes a forward over all slots
+        sample_tokens = 32 if train.seq_len <= LONG_ROW else 0
     config = without_dropout(model.source.config)
     source = model.source._replace(config=config)
     choose = functools.partial(decide_compute, args, device, dtype, config, data.packs())
@@ -410,14 +412,3 @@ def choose_order(args: Args, horizon: Horizon, train: Rows) -> Callable:
         shuffle=args.shuffle,
         length_warmup=args.length_warmup,
     )
-
-
-# ---------------------------------------------------------------- answers
-
-
-def decide_answers(asked: int | None, data: Data) -> int:
-    """The length of sample answers. Long rows have none by default: each token takes a forward over
-    all slots."""
-    if asked is not None:
-        return asked
-    return 32 if data.train.seq_len <= LONG_ROW else 0
