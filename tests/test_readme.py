@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import json
 import re
 
 import pytest
@@ -198,6 +199,11 @@ def test_the_keys_of_metrics_jsonl_are_those_written():
 def test_the_shapes_of_data_and_the_backends_are_those_there_are():
     formats = set(records.FORMATS)
     assert {row[0].strip("`") for row in table(DOCS["data"], "Keys of an example")} == formats
+    examples = (ROOT / "data/README.md").read_text().split("```")[1].splitlines()[1:]
+    shown = [json.loads(line) for line in examples]
+    found = [records.detect_format(example, args.DataArgs()) for example in shown]
+    assert {one.format for one in found} == formats
+    assert all(records.to_record(*pair) for pair in zip(shown, found, strict=True))
     backends = [row[0].strip("`") for row in table(DOCS["check"], "Backends")]
     assert backends == list(attention.IMPLS)
 

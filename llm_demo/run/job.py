@@ -240,7 +240,10 @@ def end_run(job: Job, best: Path) -> None:
         write_json(log.folder / "summary.json", finite(summary), indent=2)
     log.say(f"\n| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
     log.say(f"| {' | '.join(map(str, summary['row'].values()))} |")
-    log.say("(comm_ms of the rank with most; toks/s counts every slot; peak memory of each rank)")
+    log.say(
+        "(comm_ms of the rank with most; toks/s counts slots, padding included; peak memory of "
+        "each rank)"
+    )
     if len(history.exact) > 1:
         before, after = history.exact[0][1], history.exact[-1][1]
         log.say(f"held-out examples answered exactly: {before:.1%} before, {after:.1%} after")
