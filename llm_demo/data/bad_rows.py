@@ -41,7 +41,8 @@ class BadRows:
 
 
 def short_reason(error: str) -> Bad:
-    """What is wrong with a bad example, without what differs between rows, and without hints."""
+    """What is wrong with a bad example, without what differs between examples, and without
+    hints."""
     text = re.sub(OF_ONE_ROW, "", _shortened(error, 100))
     return Bad(re.sub(r"\[\d+\]", "[…]", f"bad example: {text}"))
 

@@ -1,6 +1,6 @@
 """Turns data files into documents of at most seq_len tokens, streamed to flat files.
 
-Only a few numpy tables grow with the data: ten million rows need no ten million Python objects.
+Only a few numpy tables grow with the data: ten million examples need no ten million Python objects.
 The flat files replace a datasets.Dataset: a document is one slice of a memory map, where an Arrow
 list column costs a lookup and a conversion."""
 
@@ -34,13 +34,13 @@ from llm_demo.data.sources import hub_parts
 from llm_demo.data.turns import Sample
 from llm_demo.machine.text import counted, progress
 
-ROWS_AT_A_TIME = 1000  # rows tokenised in one call
+ROWS_AT_A_TIME = 1000  # examples tokenised in one call
 
 
 def write_documents(folder: str, files: list[str], codec: Codec, flags, limit: int) -> None:
     """Write to `folder` the tokens of all documents, one after another, which of them are learnt,
     documents.npy, int64 [4, documents]: tokens, learnt ones, number of the file, and line or row in
-    it, and meta.json. flags, limit: see load_rows. Raises UserError if no row has anything to
+    it, and meta.json. flags, limit: see load_rows. Raises UserError if no example has anything to
     learn."""
     stats = Stats()
     documents = _to_flat(folder, _tokenise(files, codec, flags, stats))
@@ -118,7 +118,7 @@ def _tokenise(
 
 
 def _count_keys(file: File, row: dict, row_format: RowFormat, template: str) -> None:
-    """Count a row under each optional key that it uses and each key that nothing uses."""
+    """Count an example under each optional key that it uses and each key that nothing uses."""
     used, unused = keys_of(row, row_format)
     if not has_variable(template, "tools"):
         unused += [key for key in used if key in TOOLS]

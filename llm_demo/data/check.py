@@ -6,7 +6,7 @@ from llm_demo.data.readers import is_array, place_of, read_rows
 from llm_demo.data.records import open_rows
 from llm_demo.data.sources import hub_parts
 
-CHECKED = 20_000  # rows of each file: at most two seconds
+CHECKED = 20_000  # examples of each file: at most two seconds
 
 
 def check_rows(files: list[str], flags) -> None:

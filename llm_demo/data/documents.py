@@ -15,28 +15,30 @@ from llm_demo.machine.text import counted
 # default seq_len: fits SHARE of the documents, a multiple of STEP, at most LONGEST_DEFAULT
 SHARE, STEP, LONGEST_DEFAULT = 0.99, 128, 4096
 FLAT = {"tokens.int32": np.int32, "learnt.bool": bool}  # the flat files
-MOST_LINES = 50  # on rows that are skipped for different reasons
+MOST_LINES = 50  # on examples that are skipped for different reasons
 
 
 @dataclass
 class File:
-    """How the rows of a file were read."""
+    """How the examples of a file were read."""
 
     path: str
     format: str
     keys: list[str]
     why: str
-    place: str = ":"  # what stands between its name and the number of a row
+    place: str = ":"  # what stands between its name and the number of an example
     rows: int = 0
-    used: dict[str, int] = field(default_factory=Counter)  # optional key: rows with it
-    unused: dict[str, int] = field(default_factory=Counter)  # key that is not read: rows with it
+    used: dict[str, int] = field(default_factory=Counter)  # optional key: examples with it
+    unused: dict[str, int] = field(
+        default_factory=Counter
+    )  # key that is not read: examples with it
 
 
 @dataclass
 class LeftOut:
-    """Rows that are skipped for one reason, or whose turns are not learnt."""
+    """Examples that are skipped for one reason, or whose turns are not learnt."""
 
-    file: int  # number of the first row's file
+    file: int  # number of the first example's file
     row: int  # its number
     rows: int = 0
     turns: int = 0
@@ -80,8 +82,8 @@ class Stats:
         return f"first {file.path}{file.place}{rows.row}"
 
     def lines(self, data: Rows, eos: str | None, folder: str) -> list[str]:
-        """What the log says of these rows. eos: what ends an answer if the tokenizer has no chat
-        template, else None. folder: where they are cached."""
+        """What the log says of these examples. eos: what ends an answer if the tokenizer has no
+        chat template, else None. folder: where they are cached."""
         lines = []
         for file in self.files:
             keys = "/".join(file.keys)
@@ -162,13 +164,13 @@ def open_flat(folder: str) -> tuple[np.ndarray, np.ndarray]:
 def count_left_out(
     left_out: dict[str, LeftOut], reason: str, file: int, row: int, turns: int = 0
 ) -> None:
-    """Count a row that is left out for this reason, or so many turns of it."""
+    """Count an example that is left out for this reason, or so many turns of it."""
     rows = left_out.setdefault(reason, LeftOut(file, row))
     rows.rows += 1
     rows.turns += turns
 
 
 def _listed(rows: dict[str, int]) -> str:
-    """Keys and how many rows have each; of many, the first twelve."""
+    """Keys and how many examples have each; of many, the first twelve."""
     keys = [f"{key or '(no name)'} ({counted(n, 'example')})" for key, n in rows.items()]
     return ", ".join(keys[:12]) + (" …" if len(keys) > 12 else "")

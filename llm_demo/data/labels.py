@@ -4,11 +4,11 @@ The whole conversation is rendered once and tokenised once, so the ids equal tho
 tokenizer's own apply_chat_template, but where the prompt of a turn ends inside a token (see
 turns.py). The labels are the tokens after the default generation prompt of an assistant turn, up to
 and including the turn's stop token, without the whitespace after it: what a model has to write when
-it is asked. So an empty block of reasoning is learnt, unless the prompt holds it. If the
-template marks what to learn itself ({% generation %}), the labels are what it marks. If only the
-token of the next turn's role ends answers (GLM-4), that is the stop token, and it is added to the
-last answer. A turn that is not as the row has it (see turns.py) is not learnt, and the reason is
-logged. A row without a learnt turn is skipped."""
+it is asked. So an empty block of reasoning is learnt, unless the prompt holds it. If the template
+marks what to learn itself ({% generation %}), the labels are what it marks. If only the token of
+the next turn's role ends answers (GLM-4), that is the stop token, and it is added to the last
+answer. A turn that is not as the example has it (see turns.py) is not learnt, and the reason is
+logged. An example without a learnt turn is skipped."""
 
 import copy
 import json
@@ -44,11 +44,12 @@ from llm_demo.data.turns import (
 
 
 def encode(codec: Codec, records: list[Record]) -> list[tuple[Sample | str, Counter]]:
-    """For each record: its sample, or why its row is skipped; and {why a turn is not learnt, or one
-    of turns.REMARKS: its turns}.
+    """For each record: its sample, or why it is skipped; and {why a turn is not learnt, or one of
+    turns.REMARKS: its turns}.
 
-    One call tokenises all rows on all cores, with the tokenizers library's own threads. Rendering
-    takes about 10 us, so worker processes (or datasets.map) would cost more than they save."""
+    One call tokenises all records on all cores, with the tokenizers library's own threads.
+    Rendering takes about 10 us, so worker processes (or datasets.map) would cost more than they
+    save."""
     rendered, results = [], []
     for record in records:
         try:
@@ -100,7 +101,7 @@ def _render(codec: Codec, record: Record) -> tuple[Record, str]:
         return prompt_is_rendered
     form, text = _by_template(codec, record)
     try:
-        text.encode()  # the tokenizer's own error names no row
+        text.encode()  # the tokenizer's own error names no example
     except UnicodeEncodeError:
         raise NotLearnt(NO_TEXT) from None
     _refuse_dropped(codec, form, text)
@@ -211,8 +212,8 @@ def _sample(chat: Rendered, reasons: Counter) -> Sample:
 
 def _learnt_spans(chat: Rendered, reasons: Counter) -> tuple[Rendered, list[tuple[int, int]]]:
     """(the conversation as `spans_of` leaves it, (first token, stop token) of each learnt turn).
-    Counts in `reasons` the row's turns that are not learnt, and remarks on those that are; raises
-    NotLearnt, with the reason of the first one that is not, if none is."""
+    Counts in `reasons` the record's turns that are not learnt, and remarks on those that are;
+    raises NotLearnt, with the reason of the first one that is not, if none is."""
     codec, record = chat.codec, chat.record
     answers = _answers(record)
     reasons.update(filter(None, answers.values()))

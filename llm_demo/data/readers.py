@@ -1,4 +1,4 @@
-"""Reads the rows of data files and hub datasets. Errors name the file and the row."""
+"""Reads the examples of data files and hub datasets. Errors name the file and the line or row."""
 
 import contextlib
 import csv
@@ -16,15 +16,15 @@ from llm_demo.machine.files import DECODER
 from llm_demo.machine.text import counted, words_of
 
 BOM = b"\xef\xbb\xbf"
-BLANK = object()  # a line without a row
+BLANK = object()  # a line without an example
 NOT_UTF8 = "not UTF-8: re-encode the file"
 ESCAPED = re.compile("[\udc80-\udcff]")  # bytes that are not UTF-8, as Python reads them
 
 
 def read_rows(path: str, bar=None) -> Iterator[tuple[int, dict | Bad]]:
-    """Yield (number from 1, row): of the line in JSON Lines, whose blank lines are skipped, else of
-    the row. A row that can't be read or is no object is a Bad. A UTF-8 BOM is accepted. bar: a
-    progress bar, advanced by the bytes read.
+    """Yield (number, example). The number counts from 1: the lines of JSON Lines, whose blank lines
+    are skipped, else the rows. An example that can't be read or is no object is a Bad. A UTF-8 BOM
+    is accepted. bar: a progress bar, advanced by the bytes read.
 
     Raises UserError for an empty file, or one that is damaged."""
     import pyarrow  # installed with datasets
@@ -46,13 +46,13 @@ def read_rows(path: str, bar=None) -> Iterator[tuple[int, dict | Bad]]:
 
 
 def place_of(path: str) -> str:
-    """What stands between the name of a source and the number of a row."""
+    """What stands between the name of a source and the number of an example."""
     is_table = hub_parts(path) or suffix_of(path) in READERS or is_array(path)
     return ", row " if is_table else ":"
 
 
 def is_array(path: str) -> bool:
-    """Whether a .json file is one array of rows; False for one that can't be read."""
+    """Whether a .json file is one array of examples; False for one that can't be read."""
     if suffix_of(path) != ".json":
         return False
     with contextlib.suppress(OSError), _opened(path) as file:
@@ -73,7 +73,8 @@ def _opened(path: str, bar=None):
 
 
 def _read_json(path: str, bar) -> Iterator:
-    """Rows of JSON Lines, BLANK for an empty line, or of one array of objects in a .json file."""
+    """Examples of JSON Lines, BLANK for an empty line, or of one array of objects in a .json
+    file."""
     with _opened(path, bar) as file:
         if is_array(path):
             try:
@@ -93,7 +94,7 @@ def _read_json(path: str, bar) -> Iterator:
 
 
 def _broken(error: Exception) -> str:
-    """What is wrong with the text of a row, or of a file that is one array."""
+    """What is wrong with the text of an example, or of a file that is one array."""
     if isinstance(error, UnicodeDecodeError):
         return NOT_UTF8
     if isinstance(error, json.JSONDecodeError):

@@ -1,4 +1,4 @@
-"""Why a turn or a row is not learnt, and what is said of turns that are."""
+"""Why a turn or an example is not learnt, and what is said of turns that are."""
 
 # Reasons why a turn is not learnt.
 REFUSED = "the chat template refuses the conversation"

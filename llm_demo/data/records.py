@@ -1,4 +1,4 @@
-"""Turns rows of seven formats into records: conversations, text or token ids."""
+"""Turns examples of seven formats into records: conversations, text or token ids."""
 
 import contextlib
 import itertools
@@ -16,17 +16,17 @@ from llm_demo.data.turns import Record
 from llm_demo.flags.parsing import template_variables
 from llm_demo.machine.files import DECODER
 
-# Keys of tokenised rows, each a list of 0 and 1: which tokens are real, which are learnt.
+# Keys of tokenised examples, each a list of 0 and 1: which tokens are real, which are learnt.
 REAL = "attention_mask"
 SAYS_WHAT = re.compile("mask|weight|seq_?len|sequence_id|document_id|segment|pixel", re.I)
 LEARNT = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")
 MOST_ID = 2**31 - 1
-# All keys of tokenised rows, with the least and the largest number in each list.
+# All keys of tokenised examples, with the least and the largest number in each list.
 TOKEN_KEYS = {"input_ids": (0, MOST_ID), "labels": (-100, MOST_ID), "position_ids": (0, MOST_ID)}
 TOKEN_KEYS |= dict.fromkeys((REAL, *LEARNT), (0, 1))
 # Required keys, one choice or more, and optional ones, in the order they are tried on a file's
-# first row. "text" is last and "messages" early because published sets often carry a flattened copy
-# beside the real columns. Any other key is not used, and the log says so.
+# first example. "text" is last and "messages" early because published sets often carry a flattened
+# copy beside the real columns. Any other key is not used, and the log says so.
 QUESTIONS = (
     ("instruction", "output"),
     ("instruction", "response"),
@@ -35,7 +35,7 @@ QUESTIONS = (
     ("query", "response"),
 )
 TOOLS = ("tools", "tool_defs")  # one thing
-VARIABLES = "chat_template_kwargs"  # of the chat template, for one row, as TRL names them
+VARIABLES = "chat_template_kwargs"  # of the chat template, for one example, as TRL names them
 PAIR_KEYS = ("system", "history", *TOOLS, VARIABLES)
 FORMATS = {
     "tokens": ((("input_ids",),), tuple(TOKEN_KEYS)),
@@ -69,12 +69,12 @@ TURN = {"role", "from", *CONTENT, "tool_calls", "function_call", *REASONING_KEYS
 ONLY_TEXT = "only text can be learnt: leave such examples out"
 CHOICES = {"choices", "options"}  # a question of several choices, which the answer may only number
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-TRIED = 1000  # rows of which one must be in a known format
+TRIED = 1000  # examples of which one must be in a known format
 EMPTY = (None, "", [], {})
 
 
 class RowFormat(NamedTuple):
-    """How the rows of one file are read."""
+    """How the examples of one file are read."""
 
     format: str
     keys: tuple[str, ...]
@@ -82,7 +82,7 @@ class RowFormat(NamedTuple):
 
 
 def detect_format(row: dict, flags) -> RowFormat:
-    """How to read a file, by its first row and the flags, a DataArgs. Raises UserError if they
+    """How to read a file, by its first example and the flags, a DataArgs. Raises UserError if they
     conflict or no format fits."""
     if flags.input_key:
         if flags.data_format not in ("auto", "prompt", "input"):
@@ -121,10 +121,10 @@ def _format_of(present) -> RowFormat | None:
 def open_rows(
     rows: Iterator, place: str, flags, template: str | None = None
 ) -> tuple[RowFormat, Iterator[tuple[int, dict, Record | Bad]]]:
-    """(how a file is read, its rows: their number, as they are, as a record). Bad rows end the
-    file, all of them in one UserError. With --skip_bad_rows they are kept: {} and the reason.
-    Raises UserError if there is no good row to tell the format, and for a file with nothing but bad
-    rows.
+    """(how a file is read, its examples: their number, as they are, as a record). Bad examples end
+    the file, all of them in one UserError. With --skip_bad_rows they are kept: {} and the reason.
+    Raises UserError if there is no good example to tell the format, and for a file with nothing but
+    bad ones.
 
     rows: of read_rows; place: what stands before their numbers; flags: a DataArgs; template: as in
     `to_record`."""
@@ -134,7 +134,7 @@ def open_rows(
 
 
 def _detect(begin: list[tuple[int, dict | Bad]], place: str, flags) -> RowFormat:
-    """How a file is read, by the first of these rows that is in a known format."""
+    """How a file is read, by the first of these examples that is in a known format."""
     problem = None
     for n, row in begin:
         try:
@@ -178,8 +178,8 @@ def _records(
 
 
 def keys_of(row: dict, row_format: RowFormat) -> tuple[list[str], list[str]]:
-    """(optional keys of this row that its format reads, keys that it does not read), but for those
-    with empty values."""
+    """(optional keys of this example that its format reads, keys that it does not read), without
+    those with empty values."""
     optional = FORMATS[row_format.format][1]
     used = [k for k in optional if k not in row_format.keys and row.get(k) not in EMPTY]
     read = {*row_format.keys, *optional}
@@ -187,9 +187,9 @@ def keys_of(row: dict, row_format: RowFormat) -> tuple[list[str], list[str]]:
 
 
 def to_record(row: dict, row_format: RowFormat, template: str | None = None) -> Record:
-    """Convert one row. Raises UserError for a missing key, an unknown role, or non-text content,
-    and Misread for marks of turns that contradict one another. template: the chat template;
-    Misread too for other keys that may exclude a turn, unless the template reads them."""
+    """Convert one example. Raises UserError for a missing key, an unknown role, or non-text
+    content, and Misread for marks of turns that contradict one another. template: the chat
+    template; Misread too for other keys that may exclude a turn, unless the template reads them."""
     keys, kind = row_format.keys, row_format.format
     missing = [key for key in keys if key not in row]
     if missing:
@@ -229,8 +229,8 @@ def to_record(row: dict, row_format: RowFormat, template: str | None = None) -> 
 
 
 def _refuse_keys(row: dict, kind: str, unused: list[str], template: str | None) -> None:
-    """Raise Misread for keys of a row that may say what is learnt or, of token ids, where documents
-    end, and UserError for pictures and the like."""
+    """Raise Misread for keys of an example that may say what is learnt or, of token ids, where
+    documents end, and UserError for pictures and the like."""
     for key in unused:
         is_mark = (
             template is not None and key in ("mask", *MARKS, *LEARNT) and may_exclude(key, row[key])
@@ -291,7 +291,7 @@ def _shown(value) -> str:
 
 
 def _system(optional: dict, messages: list[dict]) -> list[dict]:
-    """The system message, one or none, that a key of the row adds before these messages."""
+    """The system message, one or none, that a key of the example adds before these messages."""
     key = next((key for key in ("system", "system_prompt") if key in optional), None)
     if key is None:
         return []
@@ -315,9 +315,9 @@ def _history(history, template: str | None) -> list[dict]:
 
 
 def _tokens(optional: dict) -> tuple[np.ndarray, np.ndarray]:
-    """(ids, which are learnt) of a tokenised row, without its padding. optional: its ids, labels
-    (the same ids, -100 where not learnt), masks and positions. Raises UserError if they are of
-    another form or contradict one another."""
+    """(ids, which are learnt) of a tokenised example, without its padding. optional: its ids,
+    labels (the same ids, -100 where not learnt), masks and positions. Raises UserError if they are
+    of another form or contradict one another."""
     given = {key: _whole_numbers(key, values) for key, values in optional.items()}
     ids = given["input_ids"]
     for key, numbers in given.items():
@@ -354,7 +354,7 @@ def _tokens(optional: dict) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _whole_numbers(key: str, values) -> np.ndarray:
-    """The whole numbers under a key of a tokenised row. Raises UserError if they are none."""
+    """The whole numbers under a key of a tokenised example. Raises UserError if they are none."""
     least, most = TOKEN_KEYS[key]
     try:
         numbers = np.array(values)
@@ -505,7 +505,7 @@ def _call(call, place: str) -> dict:
 
 
 def _tools(optional: dict) -> list | None:
-    """The row's tool schemas. Columns exported from tables hold them as one JSON string."""
+    """The example's tool schemas. Columns exported from tables hold them as one JSON string."""
     given = {key: _from_json(optional[key]) for key in TOOLS if key in optional}
     key, tools = _value(TOOLS, "this example", given)
     if not tools:

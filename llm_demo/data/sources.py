@@ -1,4 +1,5 @@
-"""Finds data files and hub datasets and reads their rows. Errors name the file and the row.
+"""Finds data files and hub datasets and reads their examples. Errors name the file and the line or
+row.
 
 Only hub datasets are read by datasets. For CSV it shifts a row that is one cell too long into other
 columns and fills up a short one, in silence. For Parquet it refuses columns of some types, used or
@@ -146,7 +147,8 @@ def suffix_of(path: str) -> str:
 
 
 def content_of(source: str) -> str:
-    """The SHA-256 of a file, or of all rows of a hub dataset, as hex digits. Raises UserError."""
+    """The SHA-256 of a file, or of all examples of a hub dataset, as hex digits. Raises
+    UserError."""
     if not hub_parts(source):
         with blame(source, OSError):
             return digest(source)

@@ -1,6 +1,6 @@
 """Where the text of an assistant turn stands in a conversation that a chat template has rendered.
 
-A turn is accepted only if its rendered text is all of the row's: content, reasoning and every
+A turn is accepted only if its rendered text is all of the example's: content, reasoning and every
 argument of its calls, ignoring whitespace around them, which many templates trim. A guessed mask
 would silently train on the wrong tokens."""
 
@@ -30,7 +30,7 @@ from llm_demo.data.reasons import (
 )
 
 # Reasoning templates put an empty block before an answer without reasoning (Qwen3), and open one in
-# the generation prompt (Qwen3-Thinking, DeepSeek-R1). Neither is part of the row's text.
+# the generation prompt (Qwen3-Thinking, DeepSeek-R1). Neither is part of the example's text.
 EMPTY_THINK = re.compile(r"\s*<think>\s*</think>\n*")
 # Reasoning in a turn's text. A prompt may hold the tag that opens it; the one that closes it then
 # stands at the beginning or the end of a line.
@@ -43,7 +43,7 @@ SPACE = re.compile(r"\s*")
 
 
 class Record(NamedTuple):
-    """One row of any format: a conversation or, if messages is None, plain text or tokens."""
+    """One example of any format: a conversation or, if messages is None, plain text or tokens."""
 
     messages: list[dict] | None  # role, content, other keys of the chat template
     text: str = ""
@@ -51,7 +51,7 @@ class Record(NamedTuple):
     tokens: tuple[np.ndarray, np.ndarray] | None = None  # ids, and which are labels
     context: frozenset[int] = frozenset()  # message numbers of the prompt, never learnt
     marks: dict[int, bool] = {}  # message number -> learn it, by its weight, train or loss_mask
-    chat_template_kwargs: dict = {}  # variables of the chat template, for this row
+    chat_template_kwargs: dict = {}  # variables of the chat template, for this example
     is_rendered: bool = False  # the prompt is text as the chat template writes it
 
 
@@ -61,7 +61,7 @@ class Sample(NamedTuple):
 
 
 class NotLearnt(Exception):
-    """The reason why a row or a turn is not learnt."""
+    """The reason why an example or a turn is not learnt."""
 
 
 class Rendered(NamedTuple):
@@ -267,7 +267,7 @@ def _not_space(text: str, at: int) -> int:
 
 def _answer_in(body: str, message: dict) -> int | None:
     """Where the answer begins in a rendered turn, behind its reasoning; None if the turn is not
-    exactly the row's. The template decides how reasoning and tool calls look."""
+    exactly the example's. The template decides how reasoning and tool calls look."""
     reasoning, answer = _reasoning_and_answer(message)
     calls = message.get("tool_calls", [])
     at = 0
@@ -277,7 +277,7 @@ def _answer_in(body: str, message: dict) -> int | None:
         if not places:
             return None
         at = TAG.match(body, places[0] + len(reasoning)).end()
-    elif EMPTY_THINK.match(body):  # the row has it too
+    elif EMPTY_THINK.match(body):  # the example has it too
         at = EMPTY_THINK.match(body).end()
     rest = body[at:].strip()
     whole = rest.startswith(answer) if calls else rest == answer
