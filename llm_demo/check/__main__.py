@@ -66,7 +66,11 @@ def experiments(facts: dict, tell: Callable, module: str, env: dict) -> None:
     try_pair = functools.partial(ask, "pair", limit=LIMIT)
     for pair in itertools.combinations(range(len(everyone)), 2):
         both = [everyone[i] for i in pair]
-        result, without = with_control(try_pair, both, always=pair == (0, 1) and devices)
+        result, without = try_pair(devices=both), None
+        # again without peer-to-peer, if it failed, and of the first two GPUs
+        again = failure(result) or pair == (0, 1) and devices
+        if again and os.environ.get(P2P_OFF, "0") == "0":
+            without = try_pair(devices=both, env={**env, P2P_OFF: "1"})
         name = "pair {}-{}".format(*pair)
         links = facts["torch"]["links"]
         if len(links) == 1:
@@ -78,15 +82,6 @@ def experiments(facts: dict, tell: Callable, module: str, env: dict) -> None:
     if devices:
         facts["kernels"] = ask("kernels", device="cuda:0", dtype=facts["torch"]["dtype"])
         tell(*lines.kernel_lines(facts["kernels"]))
-
-
-def with_control(try_pair: Callable, both: list[str], always: bool) -> tuple[dict, dict | None]:
-    """A pair's result, and the same without peer-to-peer if it failed, or `always`."""
-    result = try_pair(devices=both)
-    off_already = os.environ.get(P2P_OFF, "0") != "0"
-    if off_already or not (always or failure(result)):
-        return result, None
-    return result, try_pair(devices=both, env={**try_pair.keywords["env"], P2P_OFF: "1"})
 
 
 def make_parser() -> PlainParser:
