@@ -16,7 +16,7 @@ from llm_demo.model.adapter_folder import BASE, BITS
 from llm_demo.model.adapters import in_peft, peft_targets
 from llm_demo.model.costs import on_meta
 from llm_demo.model.families import family_of
-from llm_demo.model.low_bits import E4M3, SCALES, as_stored, laid_out
+from llm_demo.model.low_bits import E4M3, SCALES, laid_out, quantised_blocks
 from llm_demo.model.source import read_config
 from llm_demo.model.untrained import Untrained, mapped
 from llm_demo.model.weights_files import Names, Weights, as_in_files, base_digest, in_files
@@ -178,5 +178,9 @@ def read_group(
     for name, master in masters.items():
         parts = {name: master} if name in kinds else as_in_files(name, master)
         for part, t in parts.items():
-            tensors |= as_stored(part, t, kinds)  # copies, since safetensors refuses shared memory
+            stored = {part: t}
+            if kinds.get(part) == E4M3 or part + SCALES in kinds:
+                stored = dict(zip((part, part + SCALES), quantised_blocks(t), strict=True))
+            for key in stored.keys() & kinds.keys():  # copies: safetensors refuses shared memory
+                tensors[key] = stored[key].to(kinds[key], copy=True)
     return tensors

@@ -162,14 +162,6 @@ def laid_out(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-def as_stored(name: str, values: torch.Tensor, kinds: dict[str, torch.dtype]) -> dict:
-    """{name: copy} of what a file holds of a weight. kinds: {name: dtype} there."""
-    found = {name: values}
-    if kinds.get(name) == E4M3 or name + SCALES in kinds:
-        found[name], found[name + SCALES] = quantised_blocks(values)
-    return {n: t.to(kinds[n], copy=True) for n, t in found.items() if n in kinds}
-
-
 def quantised_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(e4m3 numbers, fp32 scales) of a matrix in fp32, which blocks divide. A scale is the largest
     absolute value / 448, so that this becomes 448; of zeros it is 1.
