@@ -392,7 +392,7 @@ def test_nothing_is_created_to_be_locked(tmp_path):
     first = run_lock.lock_folder(tmp_path / "lost", args)
     for mode in ("a", "x"):
         with pytest.raises(UserError, match="another run is using it"):
-            run_lock.Lock(tmp_path / "lost", mode)
+            run_lock.lock(tmp_path / "lost", mode)
     first.close()
 
 
@@ -407,13 +407,13 @@ def test_a_folder_that_another_run_used_meanwhile_is_not_taken(tmp_path):
 def test_a_folder_replaced_under_a_run_is_seen(tmp_path):
     for away in ("out", "out/cmd.sh"):
         (tmp_path / "out").mkdir(exist_ok=True)
-        lock = run_lock.Lock(tmp_path / "out", "a")
-        assert not lock.lost()
+        lock = run_lock.lock(tmp_path / "out", "a")
+        assert not run_lock.is_lost(lock)
         (tmp_path / away).rename(tmp_path / "away")
-        assert lock.lost()
-        lock.path.parent.mkdir(exist_ok=True)
-        lock.path.touch()
-        assert lock.lost()  # another run's
+        assert run_lock.is_lost(lock)
+        (tmp_path / "out").mkdir(exist_ok=True)
+        (tmp_path / "out/cmd.sh").touch()
+        assert run_lock.is_lost(lock)  # another run's
         lock.close()
         (tmp_path / "away").rename(tmp_path / f"gone {len(away)}")
 
