@@ -13,8 +13,8 @@ from llm_demo.core.mesh import World
 from llm_demo.core.timer import CommTimer
 from llm_demo.machine.device import Device
 
-H200 = Device("cuda", "nvidia", "NVIDIA H200", "sm_90", 140.0)
-MI100 = Device("cuda", "amd", "AMD Instinct MI100", "gfx908", 32.0)
+H200 = Device("NVIDIA H200", "sm_90", 140.0)
+MI100 = Device("AMD Instinct MI100", "gfx908", 32.0)
 
 
 NV, FEW = ["NV18"], "no gain for units of 63M parameters"

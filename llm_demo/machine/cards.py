@@ -11,12 +11,22 @@ LINKED = ("h100", "h200", "b200", "a100")  # by NVLink
 
 @dataclass(frozen=True)
 class Device:
-    type: str  # "cuda" (also for AMD: ROCm uses that name) or "cpu"
-    vendor: str  # "nvidia", "amd" or "cpu"
     name: str
     arch: str  # "gfx908", "sm_90", or "" on a CPU
     memory_gb: float  # 0 on a CPU
     units: int = field(default=0, compare=False)  # compute units or multiprocessors
+
+    @property
+    def type(self) -> str:
+        """ "cuda" (also for AMD: ROCm uses that name) or "cpu"."""
+        return "cuda" if self.arch else "cpu"
+
+    @property
+    def vendor(self) -> str:
+        """ "nvidia", "amd" or "cpu"."""
+        if not self.arch:
+            return "cpu"
+        return "amd" if self.arch.startswith("gfx") else "nvidia"
 
     def __str__(self):
         gpu = f" ({self.vendor} {self.arch}, {self.memory_gb:.0f} GiB)"
@@ -26,39 +36,37 @@ class Device:
 # Cards to plan for without having one (--card), as PyTorch reports them. Memory: measured on H100
 # and H200, else from messages that people have published, or the data sheet's.
 CARDS = {
-    "h100": Device("cuda", "nvidia", "NVIDIA H100 80GB HBM3", "sm_90", 79.2, 132),
-    "h200": Device("cuda", "nvidia", "NVIDIA H200", "sm_90", 139.8, 132),
-    "b200": Device("cuda", "nvidia", "NVIDIA B200", "sm_100", 178.4, 148),
-    "gb10": Device("cuda", "nvidia", "NVIDIA GB10", "sm_121", 119.7, 48),
-    "a100": Device("cuda", "nvidia", "NVIDIA A100-SXM4-80GB", "sm_80", 79.2, 108),
-    "l40s": Device("cuda", "nvidia", "NVIDIA L40S", "sm_89", 44.4, 142),
-    "a6000": Device("cuda", "nvidia", "NVIDIA RTX A6000", "sm_86", 47.4, 84),
-    "a40": Device("cuda", "nvidia", "NVIDIA A40", "sm_86", 44.4, 84),
-    "v100": Device("cuda", "nvidia", "Tesla V100-SXM2-32GB", "sm_70", 31.7, 80),
-    "t4": Device("cuda", "nvidia", "Tesla T4", "sm_75", 14.6, 40),
+    "h100": Device("NVIDIA H100 80GB HBM3", "sm_90", 79.2, 132),
+    "h200": Device("NVIDIA H200", "sm_90", 139.8, 132),
+    "b200": Device("NVIDIA B200", "sm_100", 178.4, 148),
+    "gb10": Device("NVIDIA GB10", "sm_121", 119.7, 48),
+    "a100": Device("NVIDIA A100-SXM4-80GB", "sm_80", 79.2, 108),
+    "l40s": Device("NVIDIA L40S", "sm_89", 44.4, 142),
+    "a6000": Device("NVIDIA RTX A6000", "sm_86", 47.4, 84),
+    "a40": Device("NVIDIA A40", "sm_86", 44.4, 84),
+    "v100": Device("Tesla V100-SXM2-32GB", "sm_70", 31.7, 80),
+    "t4": Device("Tesla T4", "sm_75", 14.6, 40),
     "rtxpro6000": Device(
-        "cuda",
-        "nvidia",
         "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
         "sm_120",
         94.9,
         188,
     ),
-    "rtx5090": Device("cuda", "nvidia", "NVIDIA GeForce RTX 5090", "sm_120", 31.4, 170),
-    "rtx5080": Device("cuda", "nvidia", "NVIDIA GeForce RTX 5080", "sm_120", 15.5, 84),
-    "rtx4090": Device("cuda", "nvidia", "NVIDIA GeForce RTX 4090", "sm_89", 23.6, 128),
-    "rtx3090": Device("cuda", "nvidia", "NVIDIA GeForce RTX 3090", "sm_86", 23.6, 82),
-    "mi100": Device("cuda", "amd", "AMD Instinct MI100", "gfx908", 32.0, 120),
-    "mi210": Device("cuda", "amd", "AMD Instinct MI210", "gfx90a", 64.0, 104),
-    "mi250x": Device("cuda", "amd", "AMD Instinct MI250X", "gfx90a", 64.0, 110),  # one die
-    "mi300a": Device("cuda", "amd", "AMD Instinct MI300A", "gfx942", 128.0, 228),
-    "mi300x": Device("cuda", "amd", "AMD Instinct MI300X", "gfx942", 192.0, 304),
-    "mi325x": Device("cuda", "amd", "AMD Instinct MI325X", "gfx942", 256.0, 304),
-    "mi350x": Device("cuda", "amd", "AMD Instinct MI350X", "gfx950", 288.0, 256),
-    "mi355x": Device("cuda", "amd", "AMD Instinct MI355X", "gfx950", 288.0, 256),
-    "r9700": Device("cuda", "amd", "AMD Radeon AI PRO R9700", "gfx1201", 32.0, 32),
-    "rx9070xt": Device("cuda", "amd", "AMD Radeon RX 9070 XT", "gfx1201", 16.0, 32),
-    "rx7900xtx": Device("cuda", "amd", "AMD Radeon RX 7900 XTX", "gfx1100", 24.0, 48),
+    "rtx5090": Device("NVIDIA GeForce RTX 5090", "sm_120", 31.4, 170),
+    "rtx5080": Device("NVIDIA GeForce RTX 5080", "sm_120", 15.5, 84),
+    "rtx4090": Device("NVIDIA GeForce RTX 4090", "sm_89", 23.6, 128),
+    "rtx3090": Device("NVIDIA GeForce RTX 3090", "sm_86", 23.6, 82),
+    "mi100": Device("AMD Instinct MI100", "gfx908", 32.0, 120),
+    "mi210": Device("AMD Instinct MI210", "gfx90a", 64.0, 104),
+    "mi250x": Device("AMD Instinct MI250X", "gfx90a", 64.0, 110),  # one die
+    "mi300a": Device("AMD Instinct MI300A", "gfx942", 128.0, 228),
+    "mi300x": Device("AMD Instinct MI300X", "gfx942", 192.0, 304),
+    "mi325x": Device("AMD Instinct MI325X", "gfx942", 256.0, 304),
+    "mi350x": Device("AMD Instinct MI350X", "gfx950", 288.0, 256),
+    "mi355x": Device("AMD Instinct MI355X", "gfx950", 288.0, 256),
+    "r9700": Device("AMD Radeon AI PRO R9700", "gfx1201", 32.0, 32),
+    "rx9070xt": Device("AMD Radeon RX 9070 XT", "gfx1201", 16.0, 32),
+    "rx7900xtx": Device("AMD Radeon RX 7900 XTX", "gfx1100", 24.0, 48),
 }
 
 # Dense matrix peaks in TFLOP/s by a part of "name arch units": fp32, bf16, fp16, with sums in fp32.

@@ -57,15 +57,15 @@ def this_device(index: int = 0) -> Device:
     if planned():
         return _planned["card"]
     if not torch.cuda.is_available():
-        return Device("cpu", "cpu", f"CPU, {os.cpu_count()} cores", "", 0.0)
+        return Device(f"CPU, {os.cpu_count()} cores", "", 0.0)
     props = torch.cuda.get_device_properties(index)
     if torch.version.hip is not None:
         # get_device_capability() is (9, 0) on an MI100, the same as Hopper's; gcnArchName is right.
-        vendor, arch = "amd", props.gcnArchName.split(":")[0]
+        arch = props.gcnArchName.split(":")[0]
     else:
-        vendor, arch = "nvidia", "sm_{}{}".format(*torch.cuda.get_device_capability(index))
+        arch = "sm_{}{}".format(*torch.cuda.get_device_capability(index))
     memory_gb = props.total_memory / 2**30
-    return Device("cuda", vendor, props.name, arch, memory_gb, props.multi_processor_count)
+    return Device(props.name, arch, memory_gb, props.multi_processor_count)
 
 
 def drawn_on() -> str:
