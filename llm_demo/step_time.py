@@ -97,7 +97,7 @@ def exposed(seconds: float, beside: float) -> float:
 def waits_seconds(sizes: Sizes, s: Settings, bandwidth: float) -> float:
     """Seconds of a micro-batch in which cards exchange tokens and compute nothing: slices for
     heads, tokens of experts that are spread, and sums of shares of matrices."""
-    n, over, heads = len(sizes.blocks), s.sequence_parallel, sizes.heads
+    n, over, heads = len(sizes.blocks), s.sequence_parallel, sizes.blocks[0].heads
     mixed = sum(block.chosen > 0 for block in sizes.blocks)
     around = 4 * n - 2 * mixed  # exchanges around attention and dense MLPs, there and back
     numbers = n * (heads.queries + max(heads.keys, over)) * 2 * heads.width * (1 - 1 / over)

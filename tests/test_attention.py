@@ -156,10 +156,10 @@ def test_full_rows_with_values_of_another_width():
 
 
 def test_the_shape_of_a_models_attention():
-    assert heads_of(DeepseekV3Config()) == (128, 128, 192, 128)
+    assert heads_of(DeepseekV3Config(), 0) == (128, 128, 192, 128)
     sizes = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
-    assert heads_of(LlamaConfig(**sizes)) == (4, 2, 16, 16)
-    assert heads_of(Qwen3Config(head_dim=32, **sizes)) == (4, 2, 32, 32)
+    assert heads_of(LlamaConfig(**sizes), 0) == (4, 2, 16, 16)
+    assert heads_of(Qwen3Config(head_dim=32, **sizes), 0) == (4, 2, 32, 32)
 
 
 def small(kind, impl):

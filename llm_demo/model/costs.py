@@ -64,7 +64,6 @@ class Sizes(NamedTuple):
     vocabulary: int
     tied: bool  # whether embedding and head are one matrix
     capped: bool  # whether logits have a soft cap
-    heads: Heads  # of the first block
     blocks: list[Cost]
 
     @property
@@ -87,7 +86,6 @@ def sizes_of(config) -> Sizes:
         vocabulary=config.vocab_size,
         tied=config.tie_word_embeddings,
         capped=soft_cap(config) is not None,
-        heads=heads_of(config),
         blocks=block_costs(config),
     )
 
@@ -232,7 +230,7 @@ def param_count(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def heads_of(config, block: int = 0) -> Heads:
+def heads_of(config, block: int) -> Heads:
     """The shape of attention in a block."""
     if getattr(config, "is_heterogeneous", False):
         config = config.per_layer_config[block]
