@@ -284,7 +284,7 @@ def read_data(
     elif args.early_stopping:
         raise UserError("--early_stopping needs held-out data: --eval_json or --eval_fraction")
     same_on_all_nodes(world, facts | {"model configuration": fingerprint(config)})
-    refuse_unknown_tokens([rows for rows in (train, heldout) if rows], config.vocab_size)
+    refuse_unknown_tokens(Data(train, heldout).packs(), config.vocab_size)
     return (train, heldout), lines
 
 
