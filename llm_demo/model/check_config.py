@@ -55,12 +55,10 @@ def problems_of(config) -> Iterator[str]:
         yield from problems_of_layers(config, family)
         yield from problems_of_rope(config, family)
     quantization = getattr(config, "quantization_config", None)
-    if quantization is not None:
-        from llm_demo.model.low_bits import why_unread
+    if quantization:
+        from llm_demo.model.low_bits import problems_of_quantization
 
-        problem = why_unread(quantization)
-        if problem:
-            yield problem
+        yield from problems_of_quantization(quantization)
     if is_mixture(config):
         yield from problems_of_experts(config, family)
 

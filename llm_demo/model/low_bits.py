@@ -18,7 +18,7 @@ Qwen3's releases have scales in bf16).
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,15 +62,13 @@ TOGETHER = {
 }
 
 
-def why_unread(quantization: dict | None) -> str | None:
-    """Why weights with this `quantization_config` can't be read, if so. None: they have none."""
-    if not quantization:
-        return None
+def problems_of_quantization(quantization: dict) -> Iterator[str]:
+    """Why weights with this `quantization_config` can't be read, if so."""
     given = {"fmt": "e4m3"} | quantization
     for known in READ:
         if all(given.get(key) == value for key, value in known.items()):
-            return None
-    return (
+            return
+    yield (
         f"its weights are quantized in a way that is not read ({str(quantization)[:160]}): give a "
         f"copy in bf16, in fp8 with blocks of {BLOCK} x {BLOCK}, or under adapters in "
         "bitsandbytes' NF4 with double quantization"
