@@ -25,7 +25,6 @@ from llm_demo.model.costs import (
     MOMENT_BYTES,
     Cost,
     Sizes,
-    on_a_rank,
     sizes_of,
     state_bytes,
     unit_of,
@@ -221,7 +220,10 @@ def part_of(sizes: Sizes, s: Settings, flight: dict[int, int]) -> Part:
     share = 1
     if s.counts:
         share = sum(s.counts[piece] for piece in flight) / len(sizes.blocks)
-    gathered = sum(on_a_rank(b, s.tensor_parallel, s.expert_parallel) for b in sizes.blocks)
+    gathered = 0  # what a rank computes with
+    for block in sizes.blocks:
+        spread = block.cut * (1 - 1 / s.tensor_parallel)
+        gathered += block.parameters - spread - block.routed * (1 - 1 / s.expert_parallel)
     stored = sum(block.parameters for block in sizes.blocks)
     if s.lora and s.lora.in_4_bits:
         of_layers, of_experts = (numbers - taken / s.size for numbers, taken in s.lora.in_4_bits)

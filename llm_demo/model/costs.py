@@ -95,12 +95,6 @@ def state_bytes(args) -> int:
     return MASTER_BYTES + MOMENT_BYTES[args.optim_state]
 
 
-def on_a_rank(block: Cost, shares: int, spread: int) -> float:
-    """Parameters of a block that a rank computes with. shares: --tensor_parallel; spread:
-    --expert_parallel."""
-    return block.parameters - block.cut * (1 - 1 / shares) - block.routed * (1 - 1 / spread)
-
-
 def on_meta(config):
     """transformers' model of a configuration, without memory. Its attention and experts are eager:
     the configuration may name flash attention that is not installed, or a kernel to download, or be
