@@ -3,7 +3,6 @@
 A check of what is there takes milliseconds, PyTorch and transformers take seconds, in each rank."""
 
 import dataclasses
-import errno
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +16,7 @@ from llm_demo.run.folder import choose_folder, refuse_inside_checkpoints
 def refuse_absent(flag: str, file: str | Path | None) -> None:
     """Raise UserError if a flag names a file that does not exist."""
     if file and not os.path.exists(file):
-        raise UserError(f"{flag} {file}: {os.strerror(errno.ENOENT)}")
+        raise UserError(f"{flag} {file}: No such file or directory")
 
 
 def refuse_used(out: Path) -> None:
