@@ -127,29 +127,25 @@ def manifest_of(path: Path) -> dict[str, tuple[int, str]]:
     return files
 
 
-def problem_of(path: Path, world: World, tensors: bool = True) -> str | None:
-    """Why a checkpoint is not intact, or None. Every rank calls and reads a share of it. tensors:
-    read their files too, which takes long."""
+def refuse_damaged(path: Path, world: World, tensors: bool) -> None:
+    """Raise UserError or OSError, on every rank, for a checkpoint that is not intact. Each rank
+    reads a share of it. tensors: read their files too, which takes long."""
 
     def compare():
         for name in names[world.rank :: world.size]:
             if digest(path / name) != files[name][1]:
                 raise OSError(f"{name} has changed since it was written: its SHA-256 differs")
 
-    try:
-        files = from_rank0(world, lambda: manifest_of(path))
-        names = sorted(name for name in files if tensors or not name.endswith(".distcp"))
-        on_all_ranks(compare, world)
-    except (UserError, OSError) as e:
-        return str(e)
-    return None
+    files = from_rank0(world, lambda: manifest_of(path))
+    names = sorted(name for name in files if tensors or not name.endswith(".distcp"))
+    on_all_ranks(compare, world)
 
 
 def find_checkpoint(
     resume: str | None, run_folder: Path, world: World, say, tensors: bool = True
 ) -> Path | None:
     """The intact checkpoint that --resume asks for; None to start from the beginning. Raises
-    UserError if a named checkpoint is damaged, or all of a run are. tensors: see problem_of."""
+    UserError if a named checkpoint is damaged, or all of a run are. tensors: see refuse_damaged."""
     if not resume:
         return None
     auto = resume == "auto"
@@ -157,9 +153,11 @@ def find_checkpoint(
     is_one = not auto and from_rank0(world, (named / "manifest.json").exists)
     paths = [named] if is_one else from_rank0(world, lambda: published(named / "checkpoints"))
     for path in paths:
-        problem = problem_of(path, world, tensors)
-        if not problem:
+        try:
+            refuse_damaged(path, world, tensors)
             return path
+        except (UserError, OSError) as e:
+            problem = e
         say(f"resume: {path.name} skipped: {problem}")
     if auto and not paths:
         say(f"resume: no checkpoint in {named}/checkpoints, starting from step 1")
