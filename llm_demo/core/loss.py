@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from llm_demo.core.optim import compile_once
 
 HEAD_SLICE = 1 << 25  # elements of the head's gradient that exist in fp32 at a time
-MULTIPLE = 8  # of columns in a slice: a product that doesn't start at 16 bytes is 4 times as slow
+MULTIPLE = 8  # products are 4 times as slow if a row or slice of a matrix doesn't start at 16 bytes
 CHUNK_ROWS = 4096  # small chunks starve the matrix units: 64 rows take several times as long
 SLIM = 6  # chunks are so much smaller where memory is short
 
@@ -101,6 +101,13 @@ def _chunks(count: int, most: int = 0) -> list[slice]:
     n_chunks = -(-count // (most or CHUNK_ROWS))
     size = -(-count // max(1, n_chunks))
     return [slice(start, start + size) for start in range(0, count, max(1, size))]
+
+
+def _logits(h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """h @ weight.T, with rows as far apart as products need: some vocabularies have odd sizes."""
+    columns = weight.shape[0]
+    padded = -(-columns // MULTIPLE) * MULTIPLE
+    return torch.mm(h, weight.T, out=h.new_empty(len(h), padded)[:, :columns])
 
 
 def _scale(dtype: torch.dtype) -> float:
@@ -232,7 +239,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_h = torch.empty_like(hidden) if needs_grad else None
         scale = _scale(hidden.dtype)
         for chunk in chunks:
-            p = hidden[chunk] @ weight.T
+            p = _logits(hidden[chunk], weight)
             total += loss_of_logits(p, targets[chunk], scale)
             if needs_grad:
                 part = grad_h[chunk]
