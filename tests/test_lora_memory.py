@@ -62,7 +62,7 @@ def test_flops_leave_out_the_gradients_of_frozen_weights():
     assert flops_of_slot(sizes, 1024) == 6 * weights + attention
     assert flops_of_slot(sizes, 1024, 1000) == 4 * weights + attention + 6000
     packs = SimpleNamespace(seq_len=1024, attended=lambda rows: 1024.0)
-    source, data = SimpleNamespace(config=config), Data(packs, None, max_docs=1)
+    source, data = SimpleNamespace(config=config), Data(packs, None)
     lora = lora_of(config)  # of 43,646,976 parameters
     for of_run, slot in ((None, 6 * weights), (lora, 4 * weights + 6 * 43_646_976)):
         compute = Compute(torch.bfloat16, "varlen", compile=True, lora=of_run)
