@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from conftest import (
     ROOT,
-    TINY,
     assert_same_tensors,
     refused,
     run,
@@ -47,6 +46,8 @@ RANK, ALPHA = 6, 32  # a rank that no number of processes divides
 TARGETS = {"tied": "all-linear", "untied": "q_proj,down_proj", "llama": "all-linear"}
 PACKED = {"tied": True, "untied": True, "llama": False}
 EXPERTS = 8  # of a model with experts
+# whose first gradients have no element that is nearly zero: AdamW would move it by rounding
+SEEDS = {"tied": 1, "untied": 0, "llama": 5}
 RESHARD = ["--reshard_after_forward"]
 ENGINES = {  # (script, processes, further flags, (micro, accumulation) for each model)
     "plain": ("fsdp", 1, ["--no_fsdp"], [(8, 1), (4, 2), (2, 4)]),
@@ -131,11 +132,11 @@ def by_our_names(model, tensors):
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lora")
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    models, tokenizer = parity.smaller_vocabulary(parity.MODELS, folder / "tokenizer")
     parity.write_rows(folder / "data.jsonl")
     data, results = str(folder / "data.jsonl"), {}
-    for name, config in parity.MODELS.items():
-        torch.manual_seed(0)
+    for name, config in models.items():
+        torch.manual_seed(SEEDS[name])
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
