@@ -26,7 +26,7 @@ COMMANDS = ("fit", "check", "chat", "evaluate", "export", "report")
 def run_named() -> None:
     name = sys.argv.pop(1) if sys.argv[1:] else "--help"
     if name in SCRIPTS:
-        importlib.import_module(name)  # not in a copy of llm_demo, which says so
+        importlib.import_module(name)  # an error if only llm_demo is installed, without scripts
         launcher = ROOT / name / f"launch_{name}.sh"
         os.environ.setdefault("PYTHON", sys.executable)
         os.execvp("bash", ["bash", str(launcher), *sys.argv[1:]])
@@ -46,7 +46,7 @@ def main() -> None:
 
 def alone() -> None:
     """The command llm-demo-fsdp: fsdp/launch_script.py of the clone that is installed."""
-    from fsdp.launch_script import main  # not in a copy of llm_demo, which says so
+    from fsdp.launch_script import main  # an error if only llm_demo is installed, without scripts
 
     main()
 

@@ -341,7 +341,7 @@ def wide_heads_on_a_cpu():
             yield at, scores.masked_fill(~mask, -torch.inf).softmax(-1)
 
     def forward_of(q, k, v, cu, longest, scale, window):
-        assert longest == cu.diff().max() and q.shape == k.shape and cu[-1] == len(q)
+        assert 0 < longest == cu.diff().max() and q.shape == k.shape and cu[-1] == len(q)
         assert (len(cu) - 1) * longest <= 2 * len(q)  # the tokens that its backward stores
         parts = weights_of(q, k, cu, scale, window)
         out = torch.cat([torch.einsum("hqk,khd->qhd", p, v[at]) for at, p in parts])
@@ -372,7 +372,7 @@ def test_the_operator_for_wide_heads(values, window, wide_heads_on_a_cpu):
     assert_equals_each_alone("efficient", values, **bounds, **how)
     (operator,) = fused_kernels("varlen+efficient")[1:]
     tensors = [torch.randn(9, n, 16, requires_grad=True) for n in (4, 2, 2)]
-    cu = torch.tensor([0, 4, 9, 9], dtype=torch.int32)
+    cu = torch.tensor([0, 4, *[9] * 6], dtype=torch.int32)
     torch.library.opcheck(operator, (*tensors, cu, cu, 0.5, window))
 
 

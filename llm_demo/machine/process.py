@@ -258,8 +258,9 @@ def read_text(file: Path) -> str:
 
 
 def read_json(file: Path):
-    """The value in a JSON file. Raises as read_text does, and ValueError if it is no JSON."""
-    return json.loads(read_text(file))
+    """The value in a JSON file. Raises UserError for a pipe or a device, OSError if it can't be
+    read, ValueError if it is no JSON in UTF-8."""
+    return json.loads(regular(file).read_text("utf-8"))
 
 
 def command(main: Callable[[], int | None]) -> None:
