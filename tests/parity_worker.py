@@ -67,6 +67,8 @@ def watch_fsdp(script):
 
     def joined(shards, parts, dim):
         """A tensor out of its shards by rank. parts: the ranks of each part, which dim cuts."""
+        if not shards[0].ndim:  # a buffer, whole on each rank
+            return shards[0]
         return torch.cat([torch.cat([shards[r] for r in ranks]) for ranks in parts], dim)
 
     @functools.cache
